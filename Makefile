@@ -1,0 +1,40 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+# One thread a process: the tests run in parallel, and small matrices gain nothing from more.
+TEST_ENV := OMP_NUM_THREADS=1
+
+.PHONY: demo test check format slow clean
+
+demo: .venv/.installed
+	@$(BIN)/python examples/demo.py
+
+test: check
+	@echo "== tests (the slow ones: make slow)"
+	@$(TEST_ENV) $(BIN)/python -m pytest -n 2
+
+check: .venv/.installed
+	@echo "== ruff, pyright, import-linter"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+	@$(BIN)/lint-imports > .venv/imports.log || { cat .venv/imports.log; exit 1; }
+
+format: .venv/.installed
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+slow: .venv/.installed
+	@$(TEST_ENV) $(BIN)/python -m pytest -m slow
+
+clean:
+	rm -rf .venv
+
+# torch comes first and alone: anything else that asks for it would bring the newest build instead of the pinned one.
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("looptim needs Python 3.11 or newer; set PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	@echo "== making .venv and installing what constraints.txt pins (a few minutes, once)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	@touch $@

@@ -1,0 +1,126 @@
+"""The command line: one plain function per verb, its docstring the help. Heavy imports happen inside the verbs."""
+
+from __future__ import annotations
+
+import json as json_module
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Loop transitions for looped transformers, written as optimizer steps.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Width = Annotated[int, typer.Option(help="Width d of the state.")]
+Steps = Annotated[int, typer.Option(help="Number of loops R.")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from looptim import __version__
+
+        print(f"looptim {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None: ...
+
+
+@app.command()
+def zoo(
+    json: Json = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
+    width: Width = 64,
+    steps: Steps = 3,
+) -> None:
+    """Print every transition as an optimizer: the paper's comparison table, from the code, with the measured gap."""
+    if json and markdown:
+        raise ValueError("--json and --markdown exclude each other; give one")
+    from looptim import zoo as table
+
+    rows = table.zoo(width, steps)
+    if json:
+        print(json_module.dumps(rows, indent=2, ensure_ascii=False))
+    elif markdown:
+        print(table.markdown(rows))
+    else:
+        _print_table(list(table.COLUMNS.values()), [table.cells(row) for row in rows])
+        print(table.FOOTNOTE)
+
+
+@app.command()
+def diagnose(
+    name: Annotated[str, typer.Argument(metavar="PRESET", help="A transition's name, as `looptim zoo` lists them.")],
+    json: Json = False,
+    width: Width = 64,
+    steps: Steps = 3,
+) -> None:
+    """Say whether a transition writes through the map it reads with, and what to do if it does not."""
+    import dataclasses
+
+    import looptim
+
+    loop = looptim.build(name, width=width, steps=steps)
+    verdict = looptim.diagnose(loop)
+    if json:
+        print(
+            json_module.dumps({**dataclasses.asdict(verdict), "sentence": str(verdict)}, indent=2, ensure_ascii=False)
+        )
+    else:
+        print(looptim.describe(loop))
+        print(verdict)
+
+
+def _print_table(header: list[str], rows: list[list[str]]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    # A pipe has no width: do not fold the cells of a table that nobody's terminal limits.
+    console = Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)
+    table = Table(box=SIMPLE_HEAD)
+    for name in header:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def main() -> None:
+    """Run the command line. What a user did wrong is one line on standard error and exit status 2."""
+    try:
+        status = app(standalone_mode=False)
+        sys.stdout.flush()
+    except (KeyboardInterrupt, typer.Abort):
+        print("looptim: stopped", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of our pipe has gone, as `| head` does; python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except (ValueError, FileNotFoundError, PermissionError, IsADirectoryError) as error:
+        _fail(str(error))
+    except Exception as error:
+        # typer's usage errors: their base class is not public, the method that words them is.
+        if not hasattr(error, "format_message"):
+            raise
+        _fail(error.format_message())
+    else:
+        sys.exit(status if isinstance(status, int) else 0)
+
+
+def _fail(message: str) -> None:
+    print(f"looptim: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)

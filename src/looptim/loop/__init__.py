@@ -1,0 +1,52 @@
+"""The framework: a loop transition from a projection, an objective and a rule. Needs torch and nothing else."""
+
+from . import controls, maps, objectives, presets, projections, roadmap, rules, state
+from .controls import Decay, Step
+from .diagnose import Description, Diagnosis, align, check_gradient, describe, diagnose
+from .maps import Map
+from .objectives import Objective
+from .part import Context, Gate, Part
+from .presets import PRESETS, build, register
+from .projections import MapPart, Projection
+from .rules import Carry, Rule
+from .trace import Trace, trace
+from .transition import Loop, Record, Target, TargetBias, TargetNorm, Transition
+
+__all__ = [
+    "PRESETS",
+    "Carry",
+    "Context",
+    "Decay",
+    "Description",
+    "Diagnosis",
+    "Gate",
+    "Loop",
+    "Map",
+    "MapPart",
+    "Objective",
+    "Part",
+    "Projection",
+    "Record",
+    "Rule",
+    "Step",
+    "Target",
+    "TargetBias",
+    "TargetNorm",
+    "Trace",
+    "Transition",
+    "align",
+    "build",
+    "check_gradient",
+    "controls",
+    "describe",
+    "diagnose",
+    "maps",
+    "objectives",
+    "presets",
+    "projections",
+    "register",
+    "roadmap",
+    "rules",
+    "state",
+    "trace",
+]

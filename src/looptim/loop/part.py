@@ -1,0 +1,91 @@
+"""What every part of a transition shares: its symbol, the context it may look at, the gate it is made of."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+class Context(NamedTuple):
+    """What a part may look at during one step."""
+
+    Y: Tensor
+    """The state, (B, T, r, d)."""
+    Z: Tensor | None
+    """The features of the state every controller shares, (B, T, r d), in fp32 or wider; None if no part wants them."""
+    e: Tensor
+    """The prelude output, (B, T, d)."""
+
+
+class Part(nn.Module):
+    """A module that is one part of a transition and knows how to write itself down.
+
+    `symbol` is the part's cell in the paper's table; `where` defines the letters in it.
+    """
+
+    symbol: str = "?"
+    where: str = ""
+
+
+def wide(x: Tensor) -> Tensor:
+    """`x` in fp32, or float64 if it is: the dtype in which maps, steps and decays are computed."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def full_precision(x: Tensor) -> AbstractContextManager:
+    """Autocast switched off, so that a controller's small matmul is not taken back to bf16."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+
+
+def rms_features(Y: Float[Tensor, "B T r d"]) -> Float[Tensor, "B T rd"]:
+    """`Z = RMSNorm(flatten(Y))`, without a gain (the controllers' weights absorb one), eps 1e-20 as released.
+
+    >>> rms_features(torch.tensor([[[[3.0], [-4.0]]]])).pow(2).mean().item()
+    1.0
+    """
+    Z = wide(Y.flatten(-2))
+    return F.rms_norm(Z, Z.shape[-1:], eps=1e-20)
+
+
+def logit(p: float) -> float:
+    """The bias at which a sigmoid starts at `p`."""
+    if not 0 < p < 1:
+        raise ValueError(f"an initial value of a sigmoid must lie between 0 and 1, got {p}")
+    return math.log(p / (1 - p))
+
+
+@final
+class Gate(nn.Module):
+    """`gain * sigmoid(a * (W z) + b)`, the bounded controller of HyperLoop and OperLoop (Section 4).
+
+    `W ~ U(-1/sqrt(n), 1/sqrt(n))` for n inputs, `a` starts at `scale` for every output and `b` at `bias`:
+    a small `scale` makes the gate start at `gain * sigmoid(bias)`, nearly the same for every token.
+
+    >>> Gate(8, 2, bias=0.0, gain=2.0)(torch.zeros(1, 8))
+    tensor([[1., 1.]], grad_fn=<MulBackward0>)
+    """
+
+    init_scale: ClassVar[float] = 0.01
+
+    def __init__(self, inputs: int, outputs: int, *, bias: float, scale: float = init_scale, gain: float = 1.0):
+        super().__init__()
+        bound = 1 / math.sqrt(inputs)
+        self.W = nn.Parameter(torch.empty(outputs, inputs).uniform_(-bound, bound))
+        self.a = nn.Parameter(torch.full((outputs,), float(scale)))
+        self.b = nn.Parameter(torch.full((outputs,), float(bias)))
+        self.gain = gain
+
+    def forward(self, z: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
+        with full_precision(z):
+            z = wide(z)
+            logits = self.a.to(z.dtype) * F.linear(z, self.W.to(z.dtype)) + self.b.to(z.dtype)
+            return self.gain * torch.sigmoid(logits)

@@ -1,0 +1,323 @@
+"""Every transition of the paper's tables, ready-made: `build("operloop", width=256, steps=3)`.
+
+A preset is a function of `width`, `steps` and its own options that returns a `Loop`; its docstring's first paragraph is
+the summary the zoo prints. `PRESETS` maps names to functions, and users add their own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from .controls import (
+    CausalStep,
+    ConstantDecay,
+    ConstantStep,
+    Decay,
+    GatedStep,
+    InverseNormDecay,
+    NormStep,
+    ResidualDecay,
+    SigmoidStep,
+    Step,
+    StreamDecay,
+)
+from .diagnose import align
+from .maps import Identity, Map
+from .objectives import Delta, InnerProduct, NormalizedInnerProduct, Objective
+from .part import Context, Gate, logit
+from .projections import (
+    Add,
+    Concat,
+    EulerStateSpace,
+    ExactStateSpace,
+    Gated,
+    MapPart,
+    NormedInput,
+    Plain,
+    Projection,
+    Shifted,
+    StreamMap,
+    StreamRead,
+)
+from .rules import GradientDescent, Rule
+from .state import Copies, Linear, Noise
+from .transition import Loop, TargetBias, TargetNorm, Transition
+
+T = TypeVar("T")
+
+PRESETS: dict[str, Callable[..., Loop]] = {}
+"""Name to preset. Add your own: `PRESETS["mine"] = lambda width, steps: Loop(...)`."""
+
+
+def build(name: str, *, width: int, steps: int, **options: Any) -> Loop:
+    """The preset `name` for inputs of `width`, looped `steps` times.
+
+    >>> build("vanilla", width=8, steps=3).name
+    'vanilla'
+    """
+    preset = choose("preset", name, PRESETS)
+    known = [p for p in inspect.signature(preset).parameters if p not in ("width", "steps")]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        listed = f"its options are {', '.join(known)}" if known else "it has no options"
+        raise ValueError(f"{name} has no option {', '.join(map(repr, unknown))}; {listed}")
+    for key, value in {"width": width, "steps": steps, "streams": options.get("streams", 1)}.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{key} must be a whole number of at least 1, got {value!r}")
+    return preset(width, steps, **options)
+
+
+def choose(what: str, value: str, known: Mapping[str, T]) -> T:
+    """`known[value]`, or a ValueError that names the nearest and lists them all."""
+    if isinstance(value, str) and value in known:
+        return known[value]
+    near = difflib.get_close_matches(str(value), known, n=1)
+    hint = f", did you mean {near[0]!r}?" if near else ";"
+    raise ValueError(f"unknown {what} {value!r}{hint} known: {', '.join(known)}")
+
+
+def register(preset: Callable[..., Loop]) -> Callable[..., Loop]:
+    """Enter a preset under its function's name, which with its docstring becomes the loop's name and summary."""
+    name = preset.__name__
+
+    @functools.wraps(preset)
+    def named(*args: Any, **options: Any) -> Loop:
+        loop = preset(*args, **options)
+        loop.name, loop.summary = name, inspect.cleandoc(preset.__doc__ or "").split("\n\n")[0].replace("\n", " ")
+        return loop
+
+    PRESETS[name] = named
+    return named
+
+
+class IdentityWrite(MapPart):
+    """`x = I`: the write map of every vector-state transition that forgets its own projection."""
+
+    symbol = "I"
+
+    def forward(self, ctx: Context) -> Map:
+        return Identity()
+
+
+def _vector(
+    projection: Projection,
+    *,
+    objective: Objective | None = None,
+    rule: Rule | None = None,
+    write: MapPart | None = None,
+    target: TargetNorm | None = None,
+) -> Transition:
+    """A transition on a vector state; by default `y' = x^T Blocks(o)`."""
+    return Transition(
+        projection,
+        objective or InnerProduct(),
+        rule or GradientDescent(ConstantStep(), ConstantDecay()),
+        write=write,
+        target=target,
+        features=None,
+    )
+
+
+@register
+def none(width: int, steps: int) -> Loop:
+    """No loop: the plain stack, h_{l+1} = Blocks_l(h_l), whose blocks are not shared between the steps.
+
+    The update is the vanilla one; what differs is the model, which gives every step blocks of its own.
+    """
+    return Loop(_vector(Plain()), width=width, steps=steps)
+
+
+@register
+def vanilla(width: int, steps: int, *, loop_norm: bool = False) -> Loop:
+    """The vanilla loop, y' = Blocks(y): the row of Universal Transformers, MoEUT, Recursive Transformers and Ouro.
+
+    `loop_norm=True` is Ouro as released, with the final RMSNorm inside the loop: y' = RMSNorm(Blocks(y)).
+    """
+    return Loop(_vector(Plain(), target=TargetNorm(width) if loop_norm else None), width=width, steps=steps)
+
+
+@register
+def huginn(
+    width: int, steps: int, *, inject: str = "add", start: str = "noise", std: float = math.sqrt(2 / 5), seed: int = 0
+) -> Loop:
+    """Huginn, y' = Blocks(y + e), from a random state (Geiping et al., 2025).
+
+    `inject="add"` is the paper's row; `"concat"` is the released code, y' = Blocks(A [y, e]), whose write then misses
+    A^T. `start="prelude"` begins at e instead of noise of standard deviation `std`.
+    """
+    projection = choose("inject", inject, {"add": Add, "concat": functools.partial(Concat, width)})()
+    write = IdentityWrite() if inject == "concat" else None
+    first = choose("start", start, {"noise": functools.partial(Noise, width, std=std, seed=seed), "prelude": Copies})()
+    return Loop(_vector(projection, write=write), width=width, steps=steps, start=first)
+
+
+@register
+def parcae(
+    width: int,
+    steps: int,
+    *,
+    gain: str = "exact",
+    prelude_norm: bool = False,
+    std: float | None = None,
+    seed: int = 0,
+) -> Loop:
+    """Parcae, y' = Blocks(Ā y + B̄ e), a diagonal state space with a linear read-out (Prairie et al., 2026).
+
+    `gain="exact"` is the paper's zero-order hold, `"euler"` the released code's; `prelude_norm=True` normalises e
+    first, as the released recipes do. The state starts as noise of `std`, sqrt(2 / (5 d)) as released.
+    """
+    projection = choose("gain", gain, {"exact": ExactStateSpace, "euler": EulerStateSpace})(width)
+    return Loop(
+        _vector(NormedInput(projection, width) if prelude_norm else projection, write=IdentityWrite()),
+        width=width,
+        steps=steps,
+        start=Noise(width, std=math.sqrt(2 / (5 * width)) if std is None else std, seed=seed),
+        readout=Linear(width),
+    )
+
+
+@register
+def full_bandwidth(width: int, steps: int, *, token_shift: bool = False) -> Loop:
+    """Full-Bandwidth, y' = Blocks(σ(W_g e) ⊙ W_u y) (Wang et al., 2026).
+
+    `token_shift=True` reads the state of the token before, as the star of the paper's table says. It cannot be aligned
+    then: the adjoint would write to an earlier token.
+    """
+    projection = Shifted(Gated(width)) if token_shift else Gated(width)
+    return Loop(_vector(projection, write=IdentityWrite()), width=width, steps=steps)
+
+
+@register
+def recurrentgpt(width: int, steps: int, *, noise: float = 0.01, gate_bias: float = 0.0) -> Loop:
+    """RecurrentGPT, y' = g ⊙ y + (1 − g) ⊙ Blocks(W [y + ε, e]), g = σ(W_g [y, e] + b) (Hegazy et al., 2026).
+
+    No code is public: `noise` (of ε, in training only) and `gate_bias` (0 keeps half of the state) are our choice.
+    """
+    rule = GradientDescent(GatedStep(width, bias=gate_bias), ConstantDecay())
+    return Loop(_vector(Concat(width, noise=noise), rule=rule, write=IdentityWrite()), width=width, steps=steps)
+
+
+@register
+def recirculation(width: int, steps: int, *, alpha: float = 0.10) -> Loop:
+    """Recirculation, y' = (1 − α) y + α ‖y‖ Blocks(y)/‖Blocks(y)‖, training-free (Mozer et al., 2026).
+
+    The released code ramps α up over the first ten tokens; a transition knows no positions, so that is left out, as the
+    paper does.
+    """
+    rule = GradientDescent(NormStep(alpha), InverseNormDecay())
+    return Loop(_vector(Plain(), objective=NormalizedInnerProduct(), rule=rule), width=width, steps=steps)
+
+
+@register
+def hyperloop(
+    width: int, steps: int, *, streams: int = 4, shared: bool = False, scale: float = 0.01, bias_std: float = 0.0
+) -> Loop:
+    """HyperLoop, Y' = H_res Y + H_postᵀ (Blocks(H_pre Y) + b_l), r parallel streams (Zeitoun et al., 2026).
+
+    Initial values are the released ones: b_pre = 1/r, b_post = 0, b_res = 1, a = 0.01. `bias_std` is that of the loop
+    bias, zero or 0.02 in the releases. `shared=True` uses one transition for all loops.
+    """
+
+    def transition() -> Transition:
+        return Transition(
+            StreamRead(StreamMap(width, streams, name="H_pre", bias=1 / streams, scale=scale)),
+            InnerProduct(),
+            GradientDescent(ConstantStep(), ResidualDecay(width, streams, bias=1.0, scale=scale)),
+            write=StreamMap(width, streams, name="H_post", bias=0.0, scale=scale, gain=2.0),
+            target=TargetBias(width, std=bias_std),
+        )
+
+    return streamed(transition, width, steps, streams=streams, shared=shared)
+
+
+@register
+def operloop(
+    width: int,
+    steps: int,
+    *,
+    streams: int = 4,
+    objective: str = "delta",
+    step: str = "causal",
+    shared: bool = False,
+    read_init: float | None = None,
+    decay_init: float = 0.05,
+    step_init: float = 0.9,
+    scale: float = Gate.init_scale,
+    bias_std: float = 0.0,
+) -> Loop:
+    """OperLoop, Y' = (I − η Λ) Y + η H_inᵀ (Blocks(H_in Y) − H_in Y): decay, causal step size, delta objective.
+
+    `objective` (`"delta"`, `"inner_product"`) and `step` (`"causal"`, `"sigmoid"`, `"unit"`) are the paper's ablations.
+    The initial values are unpublished; docs/framework.md gives the reasons for ours. `read_init` is every entry of
+    H_in, 1/sqrt(r) by default: H_in then has unit norm, the local objective unit curvature, and a unit step would move
+    the read exactly to its target.
+    """
+    make = choose("objective", objective, {"delta": Delta, "inner_product": InnerProduct})
+    return streamed(
+        lambda: operloop_transition(
+            width,
+            streams,
+            objective=make,
+            step=step,
+            read_init=read_init,
+            decay_init=decay_init,
+            step_init=step_init,
+            scale=scale,
+            bias_std=bias_std,
+        ),
+        width,
+        steps,
+        streams=streams,
+        shared=shared,
+    )
+
+
+def operloop_transition(
+    width: int,
+    streams: int,
+    *,
+    projection: Callable[[StreamMap], Projection] = StreamRead,
+    objective: Callable[[], Objective] = Delta,
+    rule: Callable[[Step, Decay], Rule] = GradientDescent,
+    step: str = "causal",
+    read_init: float | None = None,
+    decay_init: float = 0.05,
+    step_init: float = 0.9,
+    scale: float = Gate.init_scale,
+    bias_std: float = 0.0,
+) -> Transition:
+    """OperLoop's transition, with every part exchangeable: the ground of the ablations and of the roadmap."""
+    make_step = choose("step", step, {"causal": CausalStep, "sigmoid": SigmoidStep, "unit": None})
+    # A single stream cannot be read with exactly 1 through a sigmoid.
+    read_init = min(1 / math.sqrt(streams), 0.9) if read_init is None else read_init
+    # Random weights are drawn in this order whatever is exchanged, so that with one seed the shared parts start equal.
+    read = StreamMap(width, streams, name="H_in", bias=logit(read_init), scale=scale)
+    decay = StreamDecay(width, streams, bias=logit(decay_init), scale=scale)
+    target = TargetBias(width, std=bias_std)
+    eta = make_step(streams * width, bias=logit(step_init), scale=scale) if make_step else ConstantStep()
+    return Transition(projection(read), objective(), rule(eta, decay), target=target)
+
+
+def streamed(transition: Callable[[], Transition], width: int, steps: int, *, streams: int, shared: bool) -> Loop:
+    """A loop over `streams` copies of e, with a transition for every step unless `shared`."""
+    transitions = transition() if shared else [transition() for _ in range(steps)]
+    return Loop(transitions, width=width, steps=steps, start=Copies(streams))
+
+
+def _aligned_twin(name: str) -> None:
+    preset = PRESETS[name]
+
+    @functools.wraps(preset)
+    def aligned(*args: Any, **options: Any) -> Loop:
+        return align(preset(*args, **options))
+
+    PRESETS[f"{name}_aligned"] = aligned
+
+
+for _name in ("parcae", "hyperloop", "full_bandwidth", "recurrentgpt"):
+    _aligned_twin(_name)

@@ -1,0 +1,90 @@
+"""Look inside a loop while it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from .controls import StreamMatrix
+from .maps import Map
+from .transition import Loop, Record, Transition
+
+
+@final
+@dataclasses.dataclass
+class Trace:
+    """What every step computed: lists with one entry per step, but for `state`, which also has the first, `Y_0`.
+
+    Several loops, or several calls, follow each other in the order they ran.
+    """
+
+    state: list[Tensor] = dataclasses.field(default_factory=list)
+    """`Y_0 .. Y_R`, (B, T, r, d)."""
+    read: list[Tensor] = dataclasses.field(default_factory=list)
+    """`o`, (B, T, d)."""
+    target: list[Tensor] = dataclasses.field(default_factory=list)
+    """`t`, with the target bias, (B, T, d)."""
+    step_size: list[Tensor] = dataclasses.field(default_factory=list)
+    """`eta`, broadcastable to the state."""
+    decay: list[Tensor] = dataclasses.field(default_factory=list)
+    """`lam`, broadcastable to the state, or a matrix over the streams."""
+    input_map: list[Map] = dataclasses.field(default_factory=list)
+    """`H`, the map the state was read with; `.read(Y)` and `.write(g)` apply it."""
+    objective: list[Tensor] = dataclasses.field(default_factory=list)
+    """`f(o)`, (B, T)."""
+
+
+@contextmanager
+def trace(module: nn.Module) -> Iterator[Trace]:
+    """Record every loop inside `module` (a `Loop` or a model that contains some) while the context is open.
+
+    Nothing is detached and nothing is computed twice. A compiled module runs eagerly meanwhile.
+
+    >>> import looptim as lo
+    >>> loop = lo.build("operloop", width=8, steps=3)
+    >>> with lo.trace(loop) as seen:
+    ...     _ = loop(torch.randn(1, 2, 8), torch.tanh)
+    >>> len(seen.state), len(seen.read), seen.step_size[0].shape
+    (4, 3, torch.Size([1, 2, 1, 1]))
+    """
+    loops = [m for m in module.modules() if isinstance(m, Loop)]
+    if not loops:
+        raise ValueError(f"there is no looptim.Loop inside this {type(module).__name__}: nothing to trace")
+    seen = Trace()
+    handles = [loop.register_forward_pre_hook(_observe_with(seen), with_kwargs=True) for loop in loops]
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _observe_with(seen: Trace):
+    """A hook that hands each call of a loop an observer of its own."""
+
+    def hook(loop: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        first = True
+
+        def observe(transition: Transition, record: Record) -> None:
+            nonlocal first
+            if first:
+                seen.state.append(record.ctx.Y)
+                first = False
+            seen.state.append(record.Y)
+            seen.read.append(record.o)
+            seen.target.append(record.t)
+            seen.step_size.append(torch.as_tensor(record.carry.eta))
+            lam = record.carry.lam
+            seen.decay.append(lam.matrix if isinstance(lam, StreamMatrix) else torch.as_tensor(lam))
+            seen.input_map.append(record.H)
+            seen.objective.append(transition.objective.value(record.o, record.t))
+
+        return args, {**kwargs, "observe": observe}
+
+    return hook

@@ -1,0 +1,271 @@
+"""One optimizer step on the state (`Transition`), and R of them (`Loop`)."""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple, cast, final
+
+import torch
+from torch import Tensor, nn
+
+from .maps import Map
+from .objectives import Objective
+from .part import Context, Part, rms_features
+from .projections import MapPart, Projection, rms_norm
+from .rules import Carry, Rule
+from .state import Copies, Mean
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+class Target(Part):
+    """What becomes of the blocks' output before it is the target `t`. `symbol` is written with `Blocks(o)`."""
+
+    @abstractmethod
+    def forward(self, t: Float[Tensor, "B T d"]) -> Float[Tensor, "B T d"]:
+        """The target."""
+
+
+@final
+class TargetBias(Target):
+    """`t = Blocks(o) + e_l`, the loop's own output bias (Appendix B).
+
+    >>> TargetBias(2)(torch.ones(1, 1, 2)).tolist()
+    [[[1.0, 1.0]]]
+    """
+
+    symbol = "Blocks(o) + e_l"
+
+    def __init__(self, width: int, *, std: float = 0.0):
+        super().__init__()
+        self.bias = nn.Parameter(std * torch.randn(width))
+
+    def forward(self, t: Tensor) -> Tensor:
+        return t + self.bias.to(t.dtype)
+
+
+@final
+class TargetNorm(Target):
+    """`t = RMSNorm(Blocks(o))`: Ouro as released, with the final norm inside the loop.
+
+    >>> TargetNorm(2)(torch.full((1, 1, 2), 7.0)).round(decimals=3).tolist()
+    [[[1.0, 1.0]]]
+    """
+
+    symbol = "RMSNorm(Blocks(o))"
+
+    def __init__(self, width: int, *, eps: float = 1e-5):
+        super().__init__()
+        self.gain = nn.Parameter(torch.zeros(width))
+        self.eps = eps
+
+    def forward(self, t: Tensor) -> Tensor:
+        return rms_norm(t, self.gain, self.eps)
+
+
+class Record(NamedTuple):
+    """Everything one step computed, for those who want to look."""
+
+    ctx: Context
+    H: Map
+    """The map the state was read with."""
+    x: Map
+    """The map the error was written with; the same object where the transition is aligned."""
+    b: Tensor | None
+    o: Tensor
+    t: Tensor
+    g: Tensor
+    Y: Tensor
+    """The next state."""
+    carry: Carry
+
+
+@final
+class Transition(nn.Module):
+    """`Y' = (I - eta Lam) Y - eta H^T f'(H Y + b)` with `t = Blocks(o)` (Proposition 1), from three parts.
+
+    Leaving `write` out means aligned: the error goes back through the adjoint of the map the state was read with.
+    Only a mismatch has to be spelled out. `features` computes what the controllers look at, once for all of them.
+
+    >>> import looptim as lo
+    >>> step = lo.Transition(
+    ...     lo.projections.Plain(),
+    ...     lo.objectives.InnerProduct(),
+    ...     lo.rules.GradientDescent(lo.controls.ConstantStep(), lo.controls.ConstantDecay()),
+    ... )
+    >>> Y = torch.ones(1, 1, 1, 2)
+    >>> Y, carry = step(Y, torch.zeros(1, 1, 2), lambda o: 3 * o, step.rule.init(Y))
+    >>> Y.tolist()
+    [[[[3.0, 3.0]]]]
+    """
+
+    def __init__(
+        self,
+        projection: Projection,
+        objective: Objective,
+        rule: Rule,
+        *,
+        write: MapPart | None = None,
+        target: Target | None = None,
+        features: Callable[[Tensor], Tensor] | None = rms_features,
+    ):
+        super().__init__()
+        self.projection = projection
+        self.objective = objective
+        self.rule = rule
+        self.write = write
+        self.target = target
+        self.features = features
+
+    def step(
+        self,
+        Y: Float[Tensor, "B T r d"],
+        e: Float[Tensor, "B T d"],
+        blocks: Callable[[Tensor], Tensor],
+        carry: Carry,
+    ) -> Record:
+        """One step, with all it computed."""
+        Z = None if self.features is None else self.features(Y)
+        ctx = Context(Y, Z, e)
+        H, b = self.projection(ctx)
+        o = H.read(Y) if b is None else H.read(Y) + b
+        t = blocks(o)
+        _same_shape(t, o, "blocks", "the block input")
+        t = t if self.target is None else self.target(t)
+        g = self.objective.grad(o, t)
+        x = H if self.write is None else self.write(ctx)
+        G = x.write(g)
+        _same_shape(G, Y, f"the write map {type(x).__name__}", "the state")
+        Y_next, carry = self.rule(Y, G, ctx, carry)
+        return Record(ctx, H, x, b, o, t, g, Y_next, carry)
+
+    def forward(
+        self,
+        Y: Float[Tensor, "B T r d"],
+        e: Float[Tensor, "B T d"],
+        blocks: Callable[[Tensor], Tensor],
+        carry: Carry,
+    ) -> tuple[Float[Tensor, "B T r d"], Carry]:
+        """The next state and the next carry."""
+        record = self.step(Y, e, blocks, carry)
+        return record.Y, record.carry
+
+
+def _same_shape(got: Tensor, wanted: Tensor, what: str, like: str) -> None:
+    if got.shape != wanted.shape:
+        raise ValueError(
+            f"{what} gave a tensor of shape {tuple(got.shape)}, but {like} is {tuple(wanted.shape)}; they must agree"
+        )
+
+
+@final
+class Loop(nn.Module):
+    """R transitions between a start and a read-out (Algorithm 1, lines 3 to 15).
+
+    One `Transition` is shared by all steps, and any number of steps may be asked for; a list of them is loop-specific,
+    and its length is the only number of steps there is.
+
+    >>> import looptim as lo
+    >>> loop = lo.build("operloop", width=8, steps=3)
+    >>> loop(torch.randn(2, 5, 8), lambda o: torch.tanh(o)).shape
+    torch.Size([2, 5, 8])
+    """
+
+    def __init__(
+        self,
+        transitions: Transition | Iterable[Transition],
+        *,
+        width: int,
+        steps: int | None = None,
+        start: nn.Module | None = None,
+        readout: nn.Module | None = None,
+        name: str = "custom",
+        summary: str = "",
+    ):
+        super().__init__()
+        self.shared = isinstance(transitions, Transition)
+        self.transitions = nn.ModuleList([transitions] if isinstance(transitions, Transition) else transitions)
+        if steps is None and self.shared:
+            raise ValueError("a shared transition needs `steps`, the number of times it is applied")
+        self.steps = len(self.transitions) if steps is None else steps
+        if width < 1:
+            raise ValueError(f"width must be at least 1, got {width}")
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        if not self.shared and self.steps != len(self.transitions):
+            raise ValueError(f"steps is {steps}, but {len(self.transitions)} loop-specific transitions were given")
+        self.width = width
+        self.start = Copies() if start is None else start
+        self.readout = Mean() if readout is None else readout
+        self.name = name
+        self.summary = summary
+
+    def forward(
+        self,
+        e: Float[Tensor, "B T d"],
+        blocks: Callable[..., Tensor],
+        *,
+        steps: int | None = None,
+        observe: Callable[[Transition, Record], None] | None = None,
+    ) -> Float[Tensor, "B T d"]:
+        """Loop over `e`, the prelude output. `blocks(o, step)`, or `blocks(o)`, is the shared stack.
+
+        `observe` is called with every step's transition and record; `trace` is built on it.
+        """
+        if e.dim() != 3 or e.shape[-1] != self.width:
+            raise ValueError(
+                f"the loop was built for inputs of shape (batch, tokens, {self.width}), got {tuple(e.shape)}"
+            )
+        wants_step = _takes_step(blocks)
+        schedule = self.schedule(steps)
+        Y = self.start(e)
+        carry = schedule[0].rule.init(Y)
+        for index, transition in enumerate(schedule):
+            at_step = _at_step(blocks, index) if wants_step else blocks
+            if observe is None:
+                Y, carry = transition(Y, e, at_step, carry)
+            else:
+                record = transition.step(Y, e, at_step, carry)
+                observe(transition, record)
+                Y, carry = record.Y, record.carry
+        return self.readout(Y)
+
+    def schedule(self, steps: int | None = None) -> list[Transition]:
+        """The transition of every step."""
+        steps = self.steps if steps is None else steps
+        if steps < 1:
+            raise ValueError(f"steps must be at least 1, got {steps}")
+        transitions = cast("list[Transition]", list(self.transitions))
+        if self.shared:
+            return transitions * steps
+        if steps != self.steps:
+            raise ValueError(
+                f"{self.name} has loop-specific parameters for {self.steps} steps and cannot run {steps}; "
+                f"build it with steps={steps}, or with shared=True where the preset has it"
+            )
+        return transitions
+
+    def extra_repr(self) -> str:
+        return f"name={self.name!r}, steps={self.steps}, {'shared' if self.shared else 'loop-specific'}"
+
+
+def _at_step(blocks: Callable[[Tensor, int], Tensor], step: int) -> Callable[[Tensor], Tensor]:
+    return lambda o: blocks(o, step)
+
+
+def _takes_step(blocks: Callable[..., Tensor]) -> bool:
+    """Whether `blocks` wants the step as its second argument; an `nn.Linear` or a lambda of one argument does not."""
+    function = blocks.forward if isinstance(blocks, nn.Module) else blocks
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    second = positional[1] if len(positional) > 1 else None
+    if second is None:
+        return any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    # An optional second argument of another name is something else, the mask of a torch layer for instance.
+    return second.name == "step" or second.default is second.empty

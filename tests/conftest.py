@@ -1,0 +1,14 @@
+"""Shared by all tests. The environment is set before the first operation of torch."""
+
+import os
+
+# Virtual machines may advertise AMX and not grant it; oneDNN then dies in the first bf16 matmul (docs/framework.md).
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
