@@ -251,7 +251,8 @@ def test_parcae_euler_is_the_released_injection(e):
 def test_parcae_euler_is_the_parcae_lm_packages_injection(e):
     """The same against the authors' package, where it is installed with its code (parcae-lm 0.1.0 on PyPI has none)."""
     injection = pytest.importorskip(
-        "parcae_lm.modules.injection", reason="parcae-lm 0.1.0 on PyPI ships metadata only; install it from its repository"
+        "parcae_lm.modules.injection",
+        reason="parcae-lm 0.1.0 on PyPI ships metadata only; install it from its repository",
     )
 
     class Init:

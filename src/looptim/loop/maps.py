@@ -6,8 +6,8 @@ adjoint takes an output error `g` of shape (B, T, d) back to the shape of the st
 cannot be written down wrongly by accident.
 
 The defining identity of the pair is `<read(Y), g> = <Y, write(g)>`; `diagnose` tests it by numbers.
-Maps over streams and diagonals are computed and applied in fp32 or wider: what is read is rounded once, to the dtype of the
-state, and what is written is left unrounded for the rule. A dense matrix multiplies in the dtype of the state.
+Maps over streams and diagonals are computed and applied in fp32 or wider: what is read is rounded once, to the dtype of
+the state, and what is written is left unrounded for the rule. A dense matrix multiplies in the dtype of the state.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 from .controls import (
     CausalStep,
@@ -95,6 +95,7 @@ def register(preset: Callable[..., Loop]) -> Callable[..., Loop]:
     return named
 
 
+@final
 class IdentityWrite(MapPart):
     """`x = I`: the write map of every vector-state transition that forgets its own projection."""
 

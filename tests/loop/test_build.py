@@ -1,0 +1,155 @@
+"""Building loops: the registry, the options, and one clear sentence for every mistake."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import looptim as lo
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "operlop"}, r"unknown preset 'operlop', did you mean 'operloop'\? known: none, vanilla"),
+        ({"name": "zzz"}, r"unknown preset 'zzz'; known: none, vanilla"),
+        ({"name": "operloop", "stream": 4}, r"operloop has no option 'stream'; its options are streams, objective"),
+        ({"name": "vanilla", "streams": 4}, r"vanilla has no option 'streams'; its options are loop_norm"),
+        ({"name": "none", "a": 1}, r"none has no option 'a'; it has no options"),
+        ({"name": "operloop", "width": 0}, r"width must be a whole number of at least 1, got 0"),
+        ({"name": "operloop", "width": 1.5}, r"width must be a whole number of at least 1, got 1.5"),
+        ({"name": "operloop", "steps": 0}, r"steps must be a whole number of at least 1, got 0"),
+        ({"name": "hyperloop", "streams": 0}, r"streams must be a whole number of at least 1, got 0"),
+        (
+            {"name": "operloop", "step": "causl"},
+            r"unknown step 'causl', did you mean 'causal'\? known: causal, sigmoid",
+        ),
+        ({"name": "operloop", "objective": "l2"}, r"unknown objective 'l2'; known: delta, inner_product"),
+        ({"name": "huginn", "inject": "cat"}, r"unknown inject 'cat'.* known: add, concat"),
+        ({"name": "parcae", "gain": 3}, r"unknown gain 3; known: exact, euler"),
+    ],
+)
+def test_a_mistake_gets_one_clear_sentence(arguments, message):
+    with pytest.raises(ValueError, match=message) as error:
+        lo.build(**{"width": 8, "steps": 3, **arguments})
+    assert "\n" not in str(error.value)
+
+
+def test_an_input_of_another_width_is_refused():
+    loop = lo.build("operloop", width=8, steps=3)
+    with pytest.raises(ValueError, match=r"\(batch, tokens, 8\), got \(1, 2, 9\)"):
+        loop(torch.randn(1, 2, 9), torch.tanh)
+    with pytest.raises(ValueError, match=r"got \(2, 8\)"):
+        loop(torch.randn(2, 8), torch.tanh)
+
+
+def test_blocks_of_another_width_are_refused():
+    with pytest.raises(
+        ValueError, match=r"blocks gave a tensor of shape \(1, 2, 9\), but the block input is \(1, 2, 8\)"
+    ):
+        lo.build("operloop", width=8, steps=3)(torch.randn(1, 2, 8), nn.Linear(8, 9))
+
+
+def test_loop_specific_transitions_run_the_steps_they_were_built_for():
+    loop = lo.build("operloop", width=8, steps=3)
+    with pytest.raises(
+        ValueError, match="loop-specific parameters for 3 steps and cannot run 5; build it with steps=5"
+    ):
+        loop(torch.randn(1, 2, 8), torch.tanh, steps=5)
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        loop(torch.randn(1, 2, 8), torch.tanh, steps=0)
+
+
+@pytest.mark.parametrize("name", ["vanilla", "huginn", "parcae", "operloop"])
+def test_shared_transitions_run_any_number_of_steps(name):
+    options = {"shared": True} if name == "operloop" else {}
+    e, count = torch.randn(1, 2, 8), []
+    loop = lo.build(name, width=8, steps=3, **options)
+    loop(e, lambda o, step: count.append(step) or torch.tanh(o), steps=7)
+    assert count == list(range(7))
+    longer = lo.build(name, width=8, steps=7, **options).eval()
+    longer.load_state_dict(loop.state_dict())
+    assert torch.equal(loop.eval()(e, torch.tanh, steps=7), longer(e, torch.tanh))
+
+
+def test_loops_can_be_made_of_any_transitions():
+    def transition():
+        return lo.build("operloop", width=8, steps=1).transitions[0]
+
+    loop = lo.Loop([transition(), transition()], width=8, start=lo.state.Copies(4))
+    assert loop.steps == 2
+    with pytest.raises(ValueError, match="steps is 3, but 2 loop-specific"):
+        lo.Loop([transition(), transition()], width=8, steps=3)
+    with pytest.raises(ValueError, match="needs `steps`"):
+        lo.Loop(transition(), width=8)
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        lo.Loop([], width=8)
+    with pytest.raises(ValueError, match="width must be at least 1"):
+        lo.Loop(transition(), width=0, steps=1)
+
+
+class TakesMask(nn.Module):
+    def forward(self, o, mask=None):
+        assert mask is None
+        return o
+
+
+class TakesStep(nn.Module):
+    def forward(self, o, step):
+        return o * step
+
+
+def test_any_callable_can_be_the_blocks():
+    loop, e = lo.build("vanilla", width=8, steps=2), torch.ones(1, 2, 8)
+    linear = nn.Linear(8, 8)
+    for blocks in (
+        linear,
+        nn.Sequential(linear),
+        torch.tanh,
+        TakesMask(),
+        lambda o: o,
+        functools.partial(torch.add, other=1),
+    ):
+        assert loop(e, blocks).shape == e.shape
+    for blocks in (TakesStep(), lambda o, step: o * step, lambda *arguments: arguments[0] * arguments[1]):
+        assert torch.equal(loop(e, blocks), torch.zeros_like(e))
+    assert torch.equal(loop(e, lambda o, step=None: o * (step + 1)), 2 * e)
+
+
+def test_users_add_their_own_presets():
+    def mine(width, steps, *, temperature=1.0):
+        """My own loop."""
+        return lo.build("vanilla", width=width, steps=steps)
+
+    lo.PRESETS["mine"] = mine
+    try:
+        assert lo.build("mine", width=8, steps=2, temperature=2.0).steps == 2
+        with pytest.raises(ValueError, match="mine has no option 'x'; its options are temperature"):
+            lo.build("mine", width=8, steps=2, x=1)
+    finally:
+        del lo.PRESETS["mine"]
+
+
+def test_register_names_a_loop_after_its_function():
+    @lo.register
+    def mine_too(width, steps):
+        """My own loop.
+
+        More about it.
+        """
+        return lo.build("vanilla", width=width, steps=steps)
+
+    try:
+        loop = lo.build("mine_too", width=8, steps=2)
+        assert (loop.name, loop.summary) == ("mine_too", "My own loop.")
+    finally:
+        del lo.PRESETS["mine_too"]
+
+
+def test_every_name_of_the_design_is_there():
+    for name in ("Transition", "Loop", "build", "PRESETS", "describe", "diagnose", "align", "check_gradient", "trace"):
+        assert hasattr(lo, name)
+        assert name in dir(lo)
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        _ = lo.nonsense

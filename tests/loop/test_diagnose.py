@@ -1,0 +1,220 @@
+"""describe, diagnose, align, check_gradient and trace, on presets and on loops a user wrote."""
+
+import pytest
+import torch
+from torch import nn
+
+import looptim as lo
+
+WIDTH = 8
+
+
+class Scaled(lo.Projection):
+    """A user's projection: o = a * y + e, with a learned diagonal."""
+
+    symbol, map_symbol = "a ⊙ y + e", "Diag(a)"
+
+    def __init__(self, width):
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(width))
+
+    def forward(self, ctx):
+        return lo.maps.Diagonal(self.a), ctx.e
+
+
+class WrongAdjoint(lo.Map):
+    def read(self, Y):
+        return 2 * Y.squeeze(-2)
+
+    def write(self, g):
+        return 3 * g.unsqueeze(-2)
+
+
+class WrongProjection(lo.Projection):
+    def forward(self, ctx):
+        return WrongAdjoint(), None
+
+
+class WrongObjective(lo.Objective):
+    def value(self, o, t):
+        return 0.5 * (o - t).square().sum(-1)
+
+    def grad(self, o, t):
+        return 2 * (o - t)
+
+
+class WrongShape(lo.MapPart):
+    def forward(self, ctx):
+        return lo.maps.Streams(torch.ones(*ctx.e.shape[:2], 3))
+
+
+def user_loop(projection=None, objective=None, **options):
+    return lo.Loop(
+        lo.Transition(
+            projection or Scaled(WIDTH),
+            objective or lo.objectives.Delta(),
+            lo.rules.GradientDescent(lo.controls.ConstantStep(0.5), lo.controls.ConstantDecay(0.1)),
+            **options,
+        ),
+        width=WIDTH,
+        steps=2,
+    )
+
+
+def test_a_users_loop_is_described_and_checked_like_any_other():
+    loop = user_loop()
+    row = lo.describe(loop)
+    assert (row.name, row.projection, row.step, row.decay, row.input_map) == (
+        "custom",
+        "a ⊙ y + e",
+        "0.5",
+        "0.1",
+        "Diag(a)",
+    )
+    assert row.aligned
+    assert not row.loop_specific
+    assert row.parameters == WIDTH
+    assert lo.check_gradient(loop) < 1e-12
+
+
+def test_a_part_without_a_symbol_goes_by_its_class():
+    assert lo.describe(user_loop(WrongProjection())).projection == "WrongProjection"
+
+
+def test_a_wrong_adjoint_is_found_by_the_dot_product_test():
+    verdict = lo.diagnose(user_loop(WrongProjection()))
+    assert not verdict.aligned
+    assert verdict.adjoint_error > 0.01
+    assert "not the adjoint" in str(verdict)
+
+
+def test_a_wrong_derivative_is_found_by_check_gradient():
+    with pytest.raises(ValueError, match="not the gradient step"):
+        lo.check_gradient(user_loop(objective=WrongObjective()))
+
+
+def test_an_identity_at_initialisation_does_not_hide_a_mismatch():
+    loop = user_loop(write=lo.presets.IdentityWrite())
+    verdict = lo.diagnose(loop)
+    assert not verdict.aligned
+    assert verdict.hidden
+    assert verdict.gap > 0.1
+    assert "agree at these parameters" in str(verdict)
+    with pytest.raises(ValueError, match="not the gradient step"):
+        lo.check_gradient(loop)
+
+
+def test_the_verdict_is_one_sentence_with_what_to_do():
+    mismatch = str(lo.diagnose(lo.build("hyperloop", width=WIDTH, steps=2)))
+    assert mismatch.startswith("hyperloop: mismatch; it reads through H_pre but writes through H_post")
+    assert "looptim.align(loop)" in mismatch
+    assert "\n" not in mismatch
+
+
+def test_diagnose_leaves_the_loop_untouched():
+    loop = lo.build("hyperloop", width=WIDTH, steps=2)
+    before = {name: p.clone() for name, p in loop.state_dict().items()}
+    lo.diagnose(loop)
+    lo.check_gradient(lo.align(loop))
+    assert loop.training
+    assert all(torch.equal(p, before[name]) for name, p in loop.state_dict().items())
+
+
+def test_a_loop_of_another_dtype_can_be_diagnosed():
+    loop = lo.build("hyperloop", width=WIDTH, steps=2).bfloat16()
+    assert lo.diagnose(loop).gap > 0.1
+    assert lo.check_gradient(lo.align(loop)) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["parcae", "hyperloop", "full_bandwidth", "recurrentgpt"])
+def test_align_drops_the_write_and_keeps_the_modules(name):
+    loop = lo.build(name, width=WIDTH, steps=2)
+    aligned = lo.align(loop)
+    assert lo.diagnose(aligned).aligned
+    assert aligned.name == f"{name}_aligned"
+    kept = {id(p) for p in loop.parameters()}
+    assert all(id(p) in kept for p in aligned.parameters())
+    for before, after in zip(loop.transitions, aligned.transitions, strict=True):
+        assert after.projection is before.projection
+        assert after.rule is before.rule
+        assert after.write is None
+        assert before.write is not None
+
+
+def test_align_returns_an_aligned_loop_as_it_is():
+    loop = lo.build("operloop", width=WIDTH, steps=2)
+    assert lo.align(loop) is loop
+
+
+def test_a_token_shift_cannot_be_aligned():
+    loop = lo.build("full_bandwidth", width=WIDTH, steps=2, token_shift=True)
+    assert "earlier tokens" in str(lo.diagnose(loop))
+    with pytest.raises(ValueError, match="earlier tokens"):
+        lo.align(loop)
+    with pytest.raises(ValueError, match="earlier tokens"):
+        lo.build("full_bandwidth_aligned", width=WIDTH, steps=2, token_shift=True)
+
+
+def test_vanilla_names_the_models_of_its_row():
+    summary = lo.describe(lo.build("vanilla", width=WIDTH, steps=2)).summary
+    for model in ("Universal Transformers", "MoEUT", "Recursive Transformers", "Ouro"):
+        assert model in summary
+
+
+def test_trace_records_every_step():
+    loop = lo.build("operloop", width=WIDTH, steps=3)
+    e, blocks = torch.randn(2, 5, WIDTH), nn.Linear(WIDTH, WIDTH)
+    with lo.trace(loop) as trace:
+        out = loop(e, blocks)
+    assert torch.equal(trace.state[-1].mean(-2), out)
+    assert len(trace.state) == 4
+    for entries in (trace.read, trace.target, trace.step_size, trace.decay, trace.input_map, trace.objective):
+        assert len(entries) == 3
+    for step, transition in enumerate(loop.transitions):
+        o = trace.input_map[step].read(trace.state[step])
+        torch.testing.assert_close(trace.read[step], o)
+        torch.testing.assert_close(trace.target[step], blocks(o) + transition.target.bias)
+        torch.testing.assert_close(trace.objective[step], 0.5 * (trace.target[step] - o).square().sum(-1))
+    assert all(a.gt(b).all() for a, b in zip(trace.step_size, trace.step_size[1:], strict=False))
+
+
+def test_trace_finds_loops_inside_a_model_and_leaves_nothing_behind():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = lo.build("vanilla", width=WIDTH, steps=2)
+            self.second = lo.build("hyperloop", width=WIDTH, steps=3)
+
+        def forward(self, e):
+            return self.second(self.first(e, torch.tanh), torch.tanh)
+
+    model, e = Model(), torch.randn(1, 2, WIDTH)
+    with lo.trace(model) as trace:
+        model(e)
+    assert len(trace.read) == 5
+    assert len(trace.state) == 7
+    model(e)
+    assert len(trace.read) == 5
+    assert not model.first._forward_pre_hooks
+
+
+def test_trace_sees_through_torch_compile():
+    loop = lo.build("operloop", width=WIDTH, steps=2)
+    compiled = torch.compile(loop, backend="eager")
+    e = torch.randn(1, 2, WIDTH)
+    compiled(e, torch.tanh)
+    with lo.trace(loop) as trace:
+        compiled(e, torch.tanh)
+    assert len(trace.read) == 2
+
+
+def test_there_must_be_a_loop_to_trace():
+    with pytest.raises(ValueError, match=r"no looptim\.Loop inside this Linear"), lo.trace(nn.Linear(2, 2)):
+        pass
+
+
+def test_a_write_map_that_does_not_fit_is_refused():
+    with pytest.raises(
+        ValueError, match=r"the write map Streams gave .*\(1, 2, 3, 8\), but the state is \(1, 2, 1, 8\)"
+    ):
+        user_loop(write=WrongShape())(torch.randn(1, 2, WIDTH), torch.tanh)

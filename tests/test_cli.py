@@ -1,0 +1,83 @@
+"""The command line as a user meets it: a process, its output and its exit status."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+LOOPTIM = str(Path(sys.executable).with_name("looptim"))
+
+
+def run(*arguments, **options):
+    return subprocess.run([LOOPTIM, *arguments], capture_output=True, text=True, timeout=120, **options)
+
+
+def test_help_answers_fast_because_torch_is_not_imported():
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = run("--help")
+        times.append(time.perf_counter() - start)
+    assert done.returncode == 0
+    assert "zoo" in done.stdout
+    assert "diagnose" in done.stdout
+    assert min(times) < 0.5
+    probe = "import sys, looptim.cli; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", probe]).returncode == 0
+
+
+def test_zoo_prints_every_preset_with_its_verdict():
+    done = run("zoo")
+    assert done.returncode == 0
+    rows = {line.split()[0]: line for line in done.stdout.splitlines() if line.strip()}
+    assert "W [y + ε, e]" in rows["recurrentgpt"]
+    assert re.search(r"H_pre Y +I − H_res +1 +H_post .* no, reads H_pre +0\.78", rows["hyperloop"])
+    assert re.search(r"H_in Y +Λ +η_l +H_in +½‖t − o‖² +yes +0\.00", rows["operloop"])
+
+
+def test_zoo_speaks_json_and_markdown():
+    rows = {row["name"]: row for row in json.loads(run("zoo", "--json").stdout)}
+    assert rows["parcae"]["aligned"] is False
+    assert rows["parcae"]["gap"] == pytest.approx(1.236, abs=1e-3)
+    assert rows["parcae_aligned"]["gap"] == 0
+    lines = run("zoo", "--markdown").stdout.splitlines()
+    assert lines[0].startswith("| transition | o | λ | η | x | L | aligned | gap |")
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_diagnose_gives_the_verdict():
+    assert (
+        "hyperloop: mismatch; it reads through H_pre but writes through H_post" in run("diagnose", "hyperloop").stdout
+    )
+    answer = json.loads(run("diagnose", "operloop", "--json").stdout)
+    assert answer["aligned"] is True
+    assert answer["sentence"] == "operloop: aligned; it reads and writes through H_in."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["diagnose", "hyprloop"], "unknown preset 'hyprloop', did you mean 'hyperloop'?"),
+        (["diagnose"], "Missing argument 'PRESET'"),
+        (["zoo", "--steps", "0"], "steps must be a whole number of at least 1, got 0"),
+        (["zoo", "--json", "--markdown"], "exclude each other"),
+        (["zoo", "--wat"], "No such option: --wat"),
+        (["zo"], "No such command 'zo'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_status_2(arguments, message):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_a_closed_pipe_is_no_traceback():
+    done = subprocess.run(f"{LOOPTIM} zoo --json | head -1", shell=True, capture_output=True, text=True)
+    assert done.stdout == "[\n"
+    assert done.stderr == ""

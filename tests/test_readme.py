@@ -1,0 +1,16 @@
+"""What the README says that its code blocks cannot check by running."""
+
+from pathlib import Path
+
+from looptim import zoo
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def test_the_zoo_in_the_readme_is_the_zoo_in_the_code():
+    assert zoo.markdown(zoo.zoo()) in README
+
+
+def test_the_readme_shows_the_two_commands():
+    assert "make demo" in README
+    assert "make test" in README
