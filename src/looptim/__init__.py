@@ -10,21 +10,48 @@ torch.Size([2, 10, 64])
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .config import Config, ModelConfig, load_config
+    from .count import count
     from .loop import *  # noqa: F403
+    from .model import LoopedLM
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "Config": "config",
+    "ModelConfig": "config",
+    "load_config": "config",
+    "LoopedLM": "model",
+    "count": "count",
+}
+"""The modules of the names that are not the framework's."""
 
 
 def __getattr__(name: str) -> Any:
     # Names are looked up on first use, so that `looptim --help` does not import torch.
-    loop = importlib.import_module(".loop", __name__)
-    if name in loop.__all__:
-        return getattr(loop, name)
+    if name.startswith("__"):
+        raise AttributeError(name)
+    home = importlib.import_module(f".{_HOMES.get(name, 'loop')}", __name__)
+    if name in _HOMES or name in home.__all__:
+        return getattr(home, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *importlib.import_module(".loop", __name__).__all__])
+    return sorted({*globals(), *_HOMES, *importlib.import_module(".loop", __name__).__all__})
+
+
+class _Package(ModuleType):
+    """Importing the submodule `looptim.count` must not put it where the function `looptim.count` is promised."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        verb = isinstance(value, ModuleType) and name in _HOMES
+        super().__setattr__(name, getattr(value, name) if verb else value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .maps import Map
+from .part import Context
 from .rules import Carry
 from .transition import Loop, Record, Transition
 
@@ -186,7 +187,7 @@ def align(loop: Loop) -> Loop:
     """
     if all(transition.write is None for transition in loop.schedule()):
         return loop
-    if not _Probe(loop).causal:
+    if not _first_map(loop).causal:
         raise ValueError(
             f"{loop.name} cannot be aligned: the adjoint of {_read_map(loop.schedule()[0])} writes to earlier tokens, "
             "which a causal model must not; switch the token shift off first"
@@ -204,6 +205,16 @@ def align(loop: Loop) -> Loop:
         name=f"{loop.name}_aligned",
         summary=f"Aligned: the write goes through the map of the read. {loop.summary}".strip(),
     )
+
+
+def _first_map(loop: Loop) -> Map:
+    """The map of the first read, at a zero state; needs no values, so that a loop on the meta device has one too."""
+    tensor = next(itertools.chain(loop.parameters(), loop.buffers()), torch.empty(0))
+    with torch.no_grad():
+        e = torch.zeros(1, 1, loop.width, dtype=tensor.dtype, device=tensor.device)
+        Y, transition = loop.start(e), loop.schedule()[0]
+        Z = None if transition.features is None else transition.features(Y)
+        return transition.projection(Context(Y, Z, e))[0]
 
 
 def check_gradient(loop: Loop) -> float:

@@ -1,0 +1,256 @@
+"""Recipes: TOML files to typed, frozen configs. An unknown key is an error that names the nearest known one."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+
+class Strict(BaseModel):
+    """A frozen config that forbids unknown keys and words its errors in one line."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def __init__(self, **values: Any):
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ValueError(_one_line(error, type(self))) from None
+
+
+def _one_line(error: ValidationError, config: type[BaseModel]) -> str:
+    """The first thing that is wrong: where, what was given, what to do."""
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    if first["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(where, config.model_fields, n=1)
+        hint = f", did you mean {near[0]!r}?" if near else ";"
+        return f"unknown key {where!r}{hint} known: {', '.join(config.model_fields)}"
+    if first["type"] == "missing":
+        return f"{where} is missing; give it a value"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        return f"{where}: {message}" if where and not message.startswith(where) else message
+    return f"{where}: {message[0].lower()}{message[1:]}, got {first['input']!r}"
+
+
+class Segment(NamedTuple):
+    """`K` blocks in a row, run once or looped `loops` times with shared weights."""
+
+    blocks: int
+    loops: int | None
+    """None for plain blocks."""
+
+
+class Layer(NamedTuple):
+    """One unrolled layer: the place of one attention call, and of one entry in the KV cache."""
+
+    block: int
+    """The index of the distinct block whose weights it uses."""
+    kind: str
+    """S, sliding, or F, full attention."""
+    visit: int
+    """How often the block has been visited before."""
+
+
+def parse_layout(layout: str) -> tuple[Segment, ...]:
+    """The paper's notation, `4-4x3-2`: segments joined by `-`, K plain blocks or KxR blocks looped R times.
+
+    >>> parse_layout("4-4x3-2")
+    (Segment(blocks=4, loops=None), Segment(blocks=4, loops=3), Segment(blocks=2, loops=None))
+    """
+    segments = []
+    for text in layout.split("-"):
+        match = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
+        if match is None:
+            raise ValueError(
+                f"layout {layout!r} does not parse at {text!r}; write segments joined by '-', each K or KxR, as in '4-4x3-2'"
+            )
+        blocks, loops = int(match[1]), int(match[2]) if match[2] else None
+        if loops is not None and (blocks == 0 or loops == 0):
+            raise ValueError(
+                f"layout {layout!r} loops nothing at {text!r}; K and R of a looped segment must be at least 1"
+            )
+        segments.append(Segment(blocks, loops))
+    if sum(segment.blocks for segment in segments) == 0:
+        raise ValueError(f"layout {layout!r} has no blocks")
+    return tuple(segments)
+
+
+class LoopConfig(Strict):
+    """A transition by the name of a preset, with its options."""
+
+    preset: str = "none"
+    options: dict[str, Any] = {}
+
+
+class ModelConfig(Strict):
+    """A looped language model; the defaults are the paper's architecture (Table 8)."""
+
+    layout: str = Field(description="Segments of blocks in the paper's notation, such as 4-4x3-2.")
+    width: int = Field(1024, ge=1)
+    vocab_size: int = Field(128_896, ge=1)
+    max_length: int = Field(4096, ge=1, description="The longest sequence the model accepts.")
+    tied: bool = Field(False, description="Whether the head uses the embedding's weights.")
+
+    pattern: str = Field("SSSF", description="S(liding) or F(ull) attention, repeated over the distinct blocks.")
+    heads: int = Field(16, ge=1)
+    kv_heads: int = Field(4, ge=1)
+    head_dim: int = Field(128, ge=2)
+    qk_norm: bool = True
+    window: int = Field(512, ge=1, description="Keys a query of a sliding layer sees, itself included.")
+    sliding_rotary: int = Field(128, ge=2, description="Rotated dimensions of each head, sliding layers.")
+    sliding_theta: float = Field(1_000.0, gt=0)
+    full_rotary: int = Field(64, ge=2, description="Rotated dimensions of each head, full layers.")
+    full_theta: float = Field(10_000.0, gt=0)
+
+    dense_layers: int = Field(2, ge=0, description="Leading distinct blocks with a dense feed-forward layer.")
+    dense_hidden: int = Field(4096, ge=1)
+    experts: int = Field(256, ge=1)
+    top_k: int = Field(8, ge=1)
+    expert_hidden: int = Field(384, ge=1)
+    shared_hidden: int = Field(384, ge=1)
+    routed_scaling: float = 2.5
+    balance: Literal["pooled", "per_visit"] = Field(
+        "pooled", description="One router bias per layer, or one per visit."
+    )
+    balance_rate: float = Field(5e-3, ge=0, description="How far the router bias moves in an update.")
+    aux_coefficient: float = Field(1e-3, ge=0, description="Of the sequence-level auxiliary loss.")
+
+    init_std: float = Field(0.006, gt=0)
+    norm_eps: float = Field(1e-5, gt=0)
+    loop: LoopConfig = LoopConfig()
+
+    @field_validator("layout")
+    @classmethod
+    def _layout_parses(cls, layout: str) -> str:
+        parse_layout(layout)
+        return layout
+
+    @field_validator("pattern")
+    @classmethod
+    def _pattern_is_known(cls, pattern: str) -> str:
+        if not pattern or set(pattern) - set("SF"):
+            raise ValueError(f"pattern {pattern!r} must be letters S (sliding) and F (full), as in 'SSSF'")
+        return pattern
+
+    @model_validator(mode="after")
+    def _numbers_fit_together(self) -> ModelConfig:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k ({self.top_k}) must not exceed the number of experts ({self.experts})")
+        for name in ("sliding_rotary", "full_rotary"):
+            rotary = getattr(self, name)
+            if rotary % 2 or rotary > self.head_dim:
+                raise ValueError(f"{name} ({rotary}) must be even and at most head_dim ({self.head_dim})")
+        looped = any(segment.loops is not None for segment in self.segments)
+        if looped and self.loop.preset == "none":
+            raise ValueError(
+                f"layout {self.layout!r} has a looped segment, so loop.preset must name a transition, not 'none'"
+            )
+        return self
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The layout, parsed."""
+        return parse_layout(self.layout)
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of distinct blocks."""
+        return sum(segment.blocks for segment in self.segments)
+
+    def with_loops(self, loops: int) -> ModelConfig:
+        """The same model with every looped segment run `loops` times."""
+        texts = [str(s.blocks) if s.loops is None else f"{s.blocks}x{loops}" for s in self.segments]
+        return self.model_copy(update={"layout": "-".join(texts)})
+
+    def kind(self, block: int) -> str:
+        """S or F, of a distinct block."""
+        return self.pattern[block % len(self.pattern)]
+
+    def layers(self) -> list[Layer]:
+        """Every unrolled layer in the order they run."""
+        layers, first = [], 0
+        for segment in self.segments:
+            blocks = range(first, first + segment.blocks)
+            layers += [Layer(b, self.kind(b), visit) for visit in range(segment.loops or 1) for b in blocks]
+            first += segment.blocks
+        return layers
+
+    def visits(self, block: int) -> int:
+        """How often a distinct block runs in one forward."""
+        return sum(layer.block == block for layer in self.layers())
+
+
+class TrainConfig(Strict):
+    """How a model is trained."""
+
+    seq_len: int = Field(4096, ge=1)
+
+
+class Config(Strict):
+    """A whole recipe."""
+
+    model: ModelConfig
+    train: TrainConfig = TrainConfig()
+
+
+def load_config(path: str | Path, set: Iterable[str] = ()) -> Config:
+    """A recipe from a TOML file, with one level of `base = "other.toml"` and `a.b=c` overrides from `set`."""
+    values = _read(Path(path))
+    if "base" in values:
+        base = _read(Path(path).parent / values.pop("base"))
+        if "base" in base:
+            raise ValueError(f"{path}: its base has a base itself; only one level is allowed")
+        values = _merge(base, values)
+    for override in set:
+        values = _merge(values, _parse_override(override))
+    # In a file the transition has a table of its own; in the model it is a part of the model.
+    if "loop" in values:
+        values = _merge({k: v for k, v in values.items() if k != "loop"}, {"model": {"loop": values["loop"]}})
+    try:
+        return Config(**values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"there is no recipe {str(path)!r}; give the path of a TOML file")
+    try:
+        return tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from None
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` on top of `base`, table by table. Options belong to a preset: another preset starts without them."""
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        if key == "loop" and both and value.get("preset", merged[key].get("preset")) != merged[key].get("preset"):
+            both = False
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    """`a.b=c` as nested tables; the value is TOML where it parses, else a string."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ValueError(f"--set {text!r} must have the form key=value, as in --set loop.preset=hyperloop")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()
+    for part in reversed(key.strip().split(".")):
+        parsed = {part: parsed}
+    return parsed

@@ -1,0 +1,232 @@
+"""The looped language model. `LoopedLM.hidden` reads like Algorithm 1 of the paper."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .config import Layer, ModelConfig
+from .loop import Loop, build
+from .nn import Attention, Block, CausalSlot, Head, MoE, MoEStats, RMSNorm, SwiGLU, rope_table
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Rope = tuple[Tensor, Tensor]
+
+
+class Visit(NamedTuple):
+    """One unrolled layer of a running forward: which block, through which slot, at which positions, for which time."""
+
+    block: Block
+    attend: Attend
+    rope: Rope
+    visit: Tensor
+
+
+class Output(NamedTuple):
+    """What a training step needs of a forward."""
+
+    loss: Float[Tensor, ""]
+    """The language-modelling loss plus the weighted auxiliary loss."""
+    cross_entropy: Float[Tensor, ""]
+    loads: dict[str, Int[Tensor, "visits experts"]]
+    """Tokens per expert, by the name of the MoE layer, a row per visit: what the router biases are balanced with."""
+
+
+class LoopedLM(nn.Module):
+    """Embedding, prelude, loop, coda, head: any transition on any layout (Section 2, Appendices B and C).
+
+    >>> config = ModelConfig(layout="1-1x3-1", width=32, vocab_size=64, max_length=16, heads=2, kv_heads=1, head_dim=16,
+    ...     window=4, sliding_rotary=16, full_rotary=8, dense_layers=1, dense_hidden=64, experts=4, top_k=2,
+    ...     expert_hidden=16, shared_hidden=16, loop={"preset": "operloop"})
+    >>> LoopedLM(config)(torch.zeros(2, 8, dtype=torch.long)).shape
+    torch.Size([2, 8, 64])
+    """
+
+    def __init__(self, config: ModelConfig, *, seed: int | None = None):
+        """`seed` fixes every initial weight; without it, it is drawn from torch's global generator."""
+        super().__init__()
+        seed = int(torch.randint(2**31, (), device="cpu")) if seed is None else seed
+        self.config = config
+        # Transitions first: a wrong preset or option is found before anything large is allocated.
+        self.loops = nn.ModuleList(
+            _seeded(seed, f"loops.{i}", lambda s=segment: _build_loop(config, s.loops))
+            for i, segment in enumerate(s for s in config.segments if s.loops is not None)
+        )
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.blocks = nn.ModuleList(_build_block(config, index) for index in range(config.num_blocks))
+        self.norm = RMSNorm(config.width, config.norm_eps)
+        self.head = Head(config.width, vocab_size=config.vocab_size)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+        self.init_weights(seed)
+        self.checkpointing = False
+
+    def init_weights(self, seed: int) -> None:
+        """Normal weights of `init_std`, each drawn from a generator of its own made of the seed and its name.
+
+        So models that share a part start with the same weights in it, whatever transition or depth they differ in.
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1 and not name.startswith("loops.") and not parameter.is_meta:
+                generator = torch.Generator(parameter.device).manual_seed(_derive(seed, name))
+                nn.init.normal_(parameter, std=self.config.init_std, generator=generator)
+
+    def forward(self, tokens: Int[Tensor, "B T"], *, loops: int | None = None) -> Float[Tensor, "B T vocab"]:
+        """Logits in fp32. `loops` runs a shared transition another number of times than the layout says."""
+        h, _ = self.hidden(self.embed(tokens), loops=loops)
+        return self.head(h)
+
+    def loss(self, tokens: Int[Tensor, "B T"], targets: Int[Tensor, "B T"], *, loops: int | None = None) -> Output:
+        """Mean cross entropy of the targets (-100 is ignored), and what balances the experts."""
+        h, stats = self.hidden(self.embed(tokens), loops=loops)
+        cross_entropy = self.head(h, targets)
+        auxiliary = torch.stack([s.aux_loss for _, s in stats]).mean() if stats else cross_entropy.new_zeros(())
+        loads: dict[str, list[Tensor]] = {}
+        for block, s in stats:
+            loads.setdefault(f"blocks.{block}.feedforward", []).append(s.load)
+        loss = cross_entropy + self.config.aux_coefficient * auxiliary
+        return Output(loss, cross_entropy, {name: torch.stack(rows) for name, rows in loads.items()})
+
+    def embed(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T d"]:
+        """The tokens' embeddings; a token that is not in the vocabulary or one too many is an error, not a crash."""
+        if tokens.dim() != 2:
+            raise ValueError(f"tokens must have the shape (batch, length), got {tuple(tokens.shape)}")
+        if tokens.shape[1] > self.config.max_length:
+            raise ValueError(f"the sequence has {tokens.shape[1]} tokens, but max_length is {self.config.max_length}")
+        # On a GPU the check would wait for the device; there torch's own assertion stands.
+        if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and tokens.numel():
+            low, high = tokens.aminmax()
+            if low < 0 or high >= self.config.vocab_size:
+                bad = int(low) if low < 0 else int(high)
+                raise ValueError(f"token {bad} is out of range: the vocabulary has {self.config.vocab_size}")
+        return self.embedding(tokens)
+
+    def hidden(
+        self,
+        h: Float[Tensor, "B T d"],
+        *,
+        positions: Int[Tensor, "*B T"] | None = None,
+        attend: Sequence[Attend] | None = None,
+        loops: int | None = None,
+        observe: Callable[[Tensor], None] | None = None,
+    ) -> tuple[Float[Tensor, "B T d"], list[tuple[int, MoEStats]]]:
+        """The coda's normed output for embeddings `h`, and (block, stats) of every visit of a MoE layer.
+
+        `attend` has one slot per unrolled layer, in order: what a KV cache hangs on. `observe` is given the output of
+        every unrolled layer.
+        """
+        config = self.config if loops is None else self.config.with_loops(loops)
+        stats: list[tuple[int, MoEStats]] = []
+
+        def run(h: Tensor, layers: Sequence[tuple[Layer, Visit]]) -> Tensor:
+            if self.checkpointing and torch.is_grad_enabled():
+                h, seen = checkpoint(_run_blocks, h, [visit for _, visit in layers], use_reentrant=False)
+            else:
+                h, seen = _run_blocks(h, [visit for _, visit in layers], observe)
+            # Here, outside of what is recomputed, a visit is counted once.
+            stats.extend((layer.block, s) for (layer, _), s in zip(layers, seen, strict=True) if s is not None)
+            return h
+
+        remaining = self._visits(config, h, positions, attend)
+        loop_of_segment = iter(self.loops)
+        for segment in config.segments:
+            if segment.loops is None:
+                layers, remaining = remaining[: segment.blocks], remaining[segment.blocks :]
+                h = run(h, layers)
+                continue
+            K, R = segment.blocks, segment.loops
+            layers, remaining = remaining[: K * R], remaining[K * R :]
+            loop = cast(Loop, next(loop_of_segment))
+            h = loop(h, lambda o, step, k=K, layers=layers: run(o, layers[step * k : (step + 1) * k]), steps=R)
+        return self.norm(h), stats
+
+    def _visits(
+        self, config: ModelConfig, h: Tensor, positions: Tensor | None, attend: Sequence[Attend] | None
+    ) -> list[tuple[Layer, Visit]]:
+        """Every unrolled layer, with all its block is called with."""
+        layers = config.layers()
+        if positions is None:
+            positions = torch.arange(h.shape[1], device=h.device)
+        dtype = torch.promote_types(h.dtype, torch.float32)
+        rope = {
+            "S": rope_table(positions, config.sliding_rotary, config.sliding_theta, dtype=dtype),
+            "F": rope_table(positions, config.full_rotary, config.full_theta, dtype=dtype),
+        }
+        if attend is None:
+            slots = {"S": CausalSlot(config.window), "F": CausalSlot()}
+            attend = [slots[layer.kind] for layer in layers]
+        assert len(attend) == len(layers)
+        # As tensors, so that a compiled block takes the visit as data and is compiled once for all of them.
+        visits = torch.arange(max(layer.visit for layer in layers) + 1, device=h.device).unbind()
+        return [
+            (layer, Visit(cast(Block, self.blocks[layer.block]), slot, rope[layer.kind], visits[layer.visit]))
+            for layer, slot in zip(layers, attend, strict=True)
+        ]
+
+    def compile_blocks(self, **options) -> None:
+        """Compile the distinct blocks and the transitions, not the loop: one compilation serves every step."""
+        for block in self.blocks:
+            block.compile(**options)
+
+
+def _run_blocks(
+    h: Tensor, visits: Sequence[Visit], observe: Callable[[Tensor], None] | None = None
+) -> tuple[Tensor, list[MoEStats | None]]:
+    stats = []
+    for block, attend, rope, visit in visits:
+        h, seen = block(h, attend, rope, visit)
+        stats.append(seen)
+        if observe is not None:
+            observe(h)
+    return h, stats
+
+
+def _build_loop(config: ModelConfig, loops: int | None) -> Loop:
+    assert loops is not None
+    return build(config.loop.preset, width=config.width, steps=loops, **config.loop.options)
+
+
+def _build_block(config: ModelConfig, index: int) -> Block:
+    attention = Attention(
+        config.width,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        qk_norm=config.qk_norm,
+        norm_eps=config.norm_eps,
+    )
+    feedforward = (
+        SwiGLU(config.width, config.dense_hidden) if index < config.dense_layers else _build_moe(config, index)
+    )
+    return Block(attention, feedforward, width=config.width, eps=config.norm_eps)
+
+
+def _build_moe(config: ModelConfig, index: int) -> MoE:
+    return MoE(
+        config.width,
+        experts=config.experts,
+        top_k=config.top_k,
+        expert_hidden=config.expert_hidden,
+        shared_hidden=config.shared_hidden,
+        scaling=config.routed_scaling,
+        visits=config.visits(index) if config.balance == "per_visit" else 1,
+    )
+
+
+def _seeded(seed: int, name: str, make: Callable[[], Loop]) -> Loop:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_derive(seed, name))
+        return make()
+
+
+def _derive(seed: int, name: str) -> int:
+    """A seed for one named thing."""
+    return zlib.crc32(f"{seed}/{name}".encode())

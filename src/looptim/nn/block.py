@@ -1,0 +1,42 @@
+"""The pre-norm decoder block."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from .attention import Attend, Attention
+from .moe import MoE, MoEStats, SwiGLU
+from .norm import RMSNorm
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+
+class Block(nn.Module):
+    """Weights of one layer; it attends through the slot it is given and does not know it is looped.
+
+    x <- x + attention(norm(x)),  x <- x + feedforward(norm(x)).
+    """
+
+    def __init__(self, attention: Attention, feedforward: SwiGLU | MoE, *, width: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(width, eps)
+        self.attention = attention
+        self.feedforward_norm = RMSNorm(width, eps)
+        self.feedforward = feedforward
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch length width"],
+        attend: Attend,
+        rope: tuple[Tensor, Tensor],
+        visit: int | Int[Tensor, ""] = 0,
+    ) -> tuple[Float[Tensor, "batch length width"], MoEStats | None]:
+        x = x + self.attention(self.attention_norm(x), attend, rope)
+        h = self.feedforward_norm(x)
+        if isinstance(self.feedforward, MoE):
+            y, stats = self.feedforward(h, visit)
+            return x + y, stats
+        return x + self.feedforward(h), None
