@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 LOOPTIM = str(Path(sys.executable).with_name("looptim"))
+RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 def run(*arguments, **options):
@@ -58,9 +59,21 @@ def test_diagnose_gives_the_verdict():
     assert answer["sentence"] == "operloop: aligned; it reads and writes through H_in."
 
 
+def test_count_prints_components_conventions_and_ratios():
+    loop, baseline = (str(RECIPES / "paper" / "18" / name) for name in ("loop6-operloop.toml", "baseline.toml"))
+    text = run("count", loop, "--against", baseline).stdout
+    assert re.search(r"routed +2,415,919,104 +75,497,472 ", text)
+    assert re.search(r"flops +without head +[\d,]+ +1\.667", text)
+    answer = json.loads(run("count", baseline, "--json").stdout)
+    assert answer["parameter_conventions"]["non-vocabulary without norms"] == 4_974_444_544
+    assert answer["ratios"] is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["count", "missing.toml"], "there is no recipe 'missing.toml'"),
+        (["count", str(RECIPES / "nano.toml"), "--set", "loop.preset=operlop"], "did you mean 'operloop'"),
         (["diagnose", "hyprloop"], "unknown preset 'hyprloop', did you mean 'hyperloop'?"),
         (["diagnose"], "Missing argument 'PRESET'"),
         (["zoo", "--steps", "0"], "steps must be a whole number of at least 1, got 0"),

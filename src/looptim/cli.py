@@ -83,6 +83,54 @@ def diagnose(
         print(verdict)
 
 
+Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A TOML file, such as recipes/nano.toml.")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe; may be repeated.")
+]
+
+
+@app.command()
+def count(
+    recipe: Recipe,
+    against: Annotated[str | None, typer.Option(metavar="RECIPE", help="Print ratios to another recipe.")] = None,
+    set: Set = None,
+    seq_len: Annotated[int | None, typer.Option(help="Sequence length; the recipe's by default.")] = None,
+    json: Json = False,
+) -> None:
+    """Count parameters, FLOPs and cache bytes by component, and as ratios to another recipe, without allocating."""
+    import looptim
+
+    ours = looptim.count(looptim.load_config(recipe, set=set or ()), seq_len=seq_len)
+    other = looptim.count(looptim.load_config(against), seq_len=seq_len) if against else None
+    ratios = ours.ratios(other) if other else None
+    if json:
+        print(json_module.dumps({**ours.as_dict(), "ratios": ratios}, indent=2, ensure_ascii=False))
+        return
+    print(f"{recipe}: {ours.name}, {ours.distinct_blocks} distinct blocks, depth {ours.depth}, {ours.seq_len} tokens")
+    parts = list(dict.fromkeys([*ours.parameters, *ours.flops]))
+    columns = (ours.parameters, ours.active, ours.flops)
+    _print_table(
+        ["component", "parameters", "active", "forward FLOPs/token"],
+        [[part, *(f"{column[part]:,.0f}" if part in column else "" for column in columns)] for part in parts],
+    )
+    conventions = {
+        "parameters": ours.parameter_conventions(),
+        "active": ours.active_conventions(),
+        "flops": ours.flop_conventions(),
+        "kv cache": {"per sequence": ours.kv_bytes},
+    }
+    _print_table(
+        ["quantity", "convention", "value", *([f"ratio to {against}"] if ratios else [])],
+        [
+            [quantity, name, f"{value:,.0f}", *([f"{ratios[quantity].get(name, float('nan')):.3f}"] if ratios else [])]
+            for quantity, values in conventions.items()
+            for name, value in values.items()
+        ],
+    )
+    print(f"training FLOPs per token: {3 * sum(ours.flops.values()):,.0f} (three forward passes)")
+    print(f"KV cache: {ours.kv_bytes_per_token:,} bytes per token while no window is full (bf16, a slot per layer)")
+
+
 def _print_table(header: list[str], rows: list[list[str]]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -91,8 +139,9 @@ def _print_table(header: list[str], rows: list[list[str]]) -> None:
     # A pipe has no width: do not fold the cells of a table that nobody's terminal limits.
     console = Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)
     table = Table(box=SIMPLE_HEAD)
-    for name in header:
-        table.add_column(name, overflow="fold")
+    for index, name in enumerate(header):
+        numeric = bool(rows) and all(row[index][:1].isdigit() or not row[index] for row in rows)
+        table.add_column(name, overflow="fold", justify="right" if numeric and len(header) < 6 else "left")
     for row in rows:
         table.add_row(*row)
     console.print(table)

@@ -101,13 +101,17 @@ class LoopedLM(nn.Module):
             raise ValueError(f"tokens must have the shape (batch, length), got {tuple(tokens.shape)}")
         if tokens.shape[1] > self.config.max_length:
             raise ValueError(f"the sequence has {tokens.shape[1]} tokens, but max_length is {self.config.max_length}")
+        self.check_vocabulary(tokens)
+        return self.embedding(tokens)
+
+    def check_vocabulary(self, tokens: Int[Tensor, "B T"]) -> None:
+        """A ValueError for a token that is not in the vocabulary."""
         # On a GPU the check would wait for the device; there torch's own assertion stands.
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and tokens.numel():
             low, high = tokens.aminmax()
             if low < 0 or high >= self.config.vocab_size:
                 bad = int(low) if low < 0 else int(high)
                 raise ValueError(f"token {bad} is out of range: the vocabulary has {self.config.vocab_size}")
-        return self.embedding(tokens)
 
     def hidden(
         self,
@@ -127,7 +131,8 @@ class LoopedLM(nn.Module):
         stats: list[tuple[int, MoEStats]] = []
 
         def run(h: Tensor, layers: Sequence[tuple[Layer, Visit]]) -> Tensor:
-            if self.checkpointing and torch.is_grad_enabled():
+            # Whoever observes keeps every layer's output anyway, and must not see it again as it is recomputed.
+            if self.checkpointing and observe is None and torch.is_grad_enabled():
                 h, seen = checkpoint(_run_blocks, h, [visit for _, visit in layers], use_reentrant=False)
             else:
                 h, seen = _run_blocks(h, [visit for _, visit in layers], observe)
@@ -172,7 +177,7 @@ class LoopedLM(nn.Module):
         ]
 
     def compile_blocks(self, **options) -> None:
-        """Compile the distinct blocks and the transitions, not the loop: one compilation serves every step."""
+        """Compile the distinct blocks, not the loop: one compilation of a block serves every visit of it."""
         for block in self.blocks:
             block.compile(**options)
 

@@ -1,0 +1,122 @@
+"""Recipes: layouts, files with a base, overrides, and one sentence for every mistake."""
+
+from pathlib import Path
+
+import pytest
+
+import looptim as lo
+from looptim.config import Layer, ModelConfig, parse_layout
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+
+@pytest.mark.parametrize(
+    ("layout", "distinct", "depth"),
+    [
+        ("18", 18, 18),
+        ("4-4x3-2", 10, 18),
+        ("0-6x4-0", 6, 24),
+        ("2-1x3-1x3-2", 6, 10),
+        ("4-8x3-4", 16, 32),
+        ("1x2", 1, 2),
+    ],
+)
+def test_layouts_unroll_as_the_paper_says(layout, distinct, depth):
+    config = ModelConfig(layout=layout, loop={"preset": "none" if layout == "18" else "vanilla"})
+    assert config.num_blocks == distinct
+    assert len(config.layers()) == depth
+
+
+def test_the_pattern_repeats_over_distinct_blocks_and_visits_are_counted():
+    config = ModelConfig(layout="1-2x2-1", pattern="SF", loop={"preset": "vanilla"})
+    assert config.layers() == [
+        Layer(0, "S", 0),
+        Layer(1, "F", 0),
+        Layer(2, "S", 0),
+        Layer(1, "F", 1),
+        Layer(2, "S", 1),
+        Layer(3, "F", 0),
+    ]
+    assert config.with_loops(5).layout == "1-2x5-1"
+    assert config.visits(1) == 2
+
+
+@pytest.mark.parametrize("layout", ["4-4x-2", "x3", "", "4--2", "a", "4-4x3-", "-1", "4*3", "4x3x2", " 4"])
+def test_layouts_that_do_not_parse(layout):
+    with pytest.raises(ValueError, match=r"does not parse at .* as in '4-4x3-2'"):
+        parse_layout(layout)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"layout": "0-0"}, "layout '0-0' has no blocks"),
+        ({"layout": "2-0x3"}, "layout '2-0x3' loops nothing at '0x3'"),
+        ({"layout": "2", "pattern": "SSX"}, "pattern 'SSX' must be letters S"),
+        ({"layout": "2", "pattern": ""}, "pattern '' must be letters S"),
+        ({"layout": "2", "heads": 6, "kv_heads": 4}, r"heads \(6\) must be a multiple of kv_heads \(4\)"),
+        ({"layout": "2", "top_k": 300}, r"top_k \(300\) must not exceed the number of experts \(256\)"),
+        ({"layout": "2", "full_rotary": 256}, r"full_rotary \(256\) must be even and at most head_dim \(128\)"),
+        ({"layout": "2", "widht": 4}, "unknown key 'widht', did you mean 'width'"),
+        ({"layout": "2", "width": "wide"}, "width: .* got 'wide'"),
+        ({"layout": "2", "width": 0}, "width: .* got 0"),
+        ({"layout": "2", "balance": "never"}, "balance: .* got 'never'"),
+        ({"layout": "2", "loop": {"prest": "x"}}, "loop: unknown key 'prest', did you mean 'preset'"),
+        ({"layout": "2x3"}, "has a looped segment, so loop.preset must name a transition"),
+        ({}, "layout is missing"),
+    ],
+)
+def test_a_mistake_gets_one_clear_sentence(values, message):
+    with pytest.raises(ValueError, match=message) as error:
+        ModelConfig(**values)
+    assert "\n" not in str(error.value)
+
+
+def test_configs_are_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        ModelConfig(layout="2").width = 3
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.toml")), ids=lambda p: str(p.relative_to(RECIPES)))
+def test_every_recipe_loads_and_its_transition_builds(path):
+    model = lo.load_config(path).model
+    if model.loop.preset != "none":
+        assert lo.build(model.loop.preset, width=64, steps=3, **model.loop.options).name == model.loop.preset
+
+
+def test_a_recipe_stands_on_its_base_and_overrides_stand_on_both(tmp_path):
+    (tmp_path / "base.toml").write_text(
+        '[model]\nlayout = "2x3"\nwidth = 64\n[loop]\npreset = "operloop"\n[loop.options]\nstreams = 2\n'
+    )
+    (tmp_path / "same.toml").write_text('base = "base.toml"\n[model]\nwidth = 32\n')
+    (tmp_path / "other.toml").write_text('base = "base.toml"\n[loop]\npreset = "vanilla"\n')
+    same = lo.load_config(
+        tmp_path / "same.toml", set=["model.top_k=4", "loop.options.shared=true", "model.pattern=SF"]
+    ).model
+    assert (same.width, same.top_k, same.pattern) == (32, 4, "SF")
+    assert same.loop.options == {"streams": 2, "shared": True}
+    # Options belong to a preset.
+    assert lo.load_config(tmp_path / "other.toml").model.loop.options == {}
+    changed = lo.load_config(tmp_path / "base.toml", set=["loop.preset=hyperloop", "loop.options.streams=3"]).model.loop
+    assert (changed.preset, changed.options) == ("hyperloop", {"streams": 3})
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        (None, [], "there is no recipe"),
+        ("[model", [], "is not valid TOML"),
+        ('base = "missing.toml"', [], "there is no recipe .*missing.toml"),
+        ('[model]\nlayout = "2"\n[trane]\n', [], "unknown key 'trane', did you mean 'train'"),
+        ('[model]\nlayout = "2"\n', ["width"], "must have the form key=value"),
+        ('[model]\nlayout = "2"\n', ["model.width=x"], "model: width: .* got 'x'"),
+        ('base = "recipe.toml"\n', [], "has a base itself"),
+    ],
+)
+def test_a_bad_recipe_is_refused_with_its_name(tmp_path, text, overrides, message):
+    path = tmp_path / "recipe.toml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        lo.load_config(path, set=overrides)
+    assert "\n" not in str(error.value)
