@@ -36,13 +36,12 @@ def tiny_config(preset="operloop", **changes) -> ModelConfig:
 
 
 def looped(preset="operloop", **changes) -> LoopedLM:
-    """In eval mode; every weight and router bias is moved off its initial value, so that none is without effect."""
+    """In eval mode; every weight and buffer is moved off its initial value, so that none is without effect."""
     model = LoopedLM(tiny_config(preset, **changes), seed=0).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            if not name.endswith("fixed"):
-                tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
+        for tensor in model.state_dict().values():
+            tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
     return model
 
 

@@ -15,10 +15,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config import Config, ModelConfig, load_config
-    from .count import count
+    from .config import Config, ModelConfig, load_config  # noqa: F401
+    from .count import count  # noqa: F401
+    from .export import export  # noqa: F401
+    from .generate import generate  # noqa: F401
     from .loop import *  # noqa: F403
-    from .model import LoopedLM
+    from .model import LoopedLM  # noqa: F401
+    from .report import report  # noqa: F401
+    from .train import load, train  # noqa: F401
 
 __version__ = "0.1.0"
 
@@ -28,6 +32,11 @@ _HOMES = {
     "load_config": "config",
     "LoopedLM": "model",
     "count": "count",
+    "export": "export",
+    "generate": "generate",
+    "load": "train",
+    "report": "report",
+    "train": "train",
 }
 """The modules of the names that are not the framework's."""
 

@@ -131,6 +131,84 @@ def count(
     print(f"KV cache: {ours.kv_bytes_per_token:,} bytes per token while no window is full (bf16, a slot per layer)")
 
 
+@app.command()
+def train(
+    recipe: Recipe,
+    out: Annotated[str, typer.Option(metavar="DIR", help="The run directory.")],
+    set: Set = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last complete checkpoint.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Resume although the config has changed.")] = False,
+    export: Annotated[bool, typer.Option(help="Write DIR/model for transformers at the end.")] = True,
+) -> None:
+    """Train the model of a recipe; under torchrun, on many processes."""
+    import looptim
+
+    run = looptim.train(looptim.load_config(recipe, set=set or ()), out, resume=resume, force=force)
+    if export and os.environ.get("RANK", "0") == "0":
+        from looptim.export import export as write
+
+        print(f"{run}: trained; {write(run)} loads in transformers")
+
+
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or a folder `looptim export` wrote.")]
+
+
+@app.command()
+def generate(
+    run: Run,
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 200,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1)] = None,
+    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    loops: Annotated[int | None, typer.Option(min=1, help="Another number of loops, for shared transitions.")] = None,
+) -> None:
+    """Stream a continuation of a prompt."""
+    from looptim.export import open_model
+    from looptim.generate import generate as write
+
+    model, tokenizer = open_model(run)
+    prompt = sys.stdin.read() if prompt == "-" else prompt
+    print(prompt, end="", flush=True)
+    write(
+        model,
+        tokenizer,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        loops=loops,
+        stream=lambda text: print(text, end="", flush=True),
+    )
+    print()
+
+
+@app.command()
+def export(
+    run: Run, folder: Annotated[str, typer.Argument(metavar="DIR", help="Where the model, config and tokenizer go.")]
+) -> None:
+    """Write a run's last checkpoint as a folder that transformers loads."""
+    from looptim.export import export as write
+
+    print(write(run, folder))
+
+
+@app.command()
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories.")],
+    out: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Where the report goes; RUN/report for one run.")
+    ] = None,
+) -> None:
+    """Draw what runs did: loss, learning rate, gradient norm, expert balance, step size and decay per loop."""
+    from looptim.report import report as draw
+
+    print(draw(runs, out))
+
+
 def _print_table(header: list[str], rows: list[list[str]]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -159,7 +237,7 @@ def main() -> None:
         # The reader of our pipe has gone, as `| head` does; python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
-    except (ValueError, FileNotFoundError, PermissionError, IsADirectoryError) as error:
+    except (ValueError, OSError) as error:
         _fail(str(error))
     except Exception as error:
         # typer's usage errors: their base class is not public, the method that words them is.

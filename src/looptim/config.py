@@ -70,7 +70,7 @@ def parse_layout(layout: str) -> tuple[Segment, ...]:
         match = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
         if match is None:
             raise ValueError(
-                f"layout {layout!r} does not parse at {text!r}; write segments joined by '-', each K or KxR, as in '4-4x3-2'"
+                f"layout {layout!r} does not parse at {text!r}; join segments K or KxR with '-', as in '4-4x3-2'"
             )
         blocks, loops = int(match[1]), int(match[2]) if match[2] else None
         if loops is not None and (blocks == 0 or loops == 0):
@@ -190,17 +190,87 @@ class ModelConfig(Strict):
         return sum(layer.block == block for layer in self.layers())
 
 
+class OptimConfig(Strict):
+    """Muon and AdamW with one learning rate; the defaults are the paper's 18-layer model (Table 10)."""
+
+    lr: float = Field(7.3e-4, gt=0, description="Peak learning rate.")
+    min_lr: float = Field(1e-5, ge=0)
+    warmup: int = Field(1000, ge=0, description="Updates of linear warm-up.")
+    weight_decay: float = Field(0.1, ge=0)
+    clip: float = Field(1.0, gt=0, description="Largest global norm of the gradient.")
+
+
+class LoopSampling(Strict):
+    """How many loops an update runs: the layout's number, or a random one for transitions shared over loops."""
+
+    scheme: Literal["fixed", "huginn", "parcae"] = "fixed"
+    mean: float = Field(8.0, gt=0, description="Mean number of loops of a random scheme.")
+    grad_loops: int | None = Field(None, ge=1, description="Backpropagate through the last so many loops only.")
+
+
 class TrainConfig(Strict):
     """How a model is trained."""
 
+    steps: int = Field(1000, ge=1, description="Updates.")
+    seed: int = Field(0, ge=0)
     seq_len: int = Field(4096, ge=1)
+    batch_size: int = Field(1024, ge=1, description="Sequences per update, over all processes.")
+    micro_batch: int | None = Field(None, ge=1, description="Sequences per forward and process; all by default.")
+    dtype: Literal["fp32", "bf16"] = Field("fp32", description="bf16 runs under autocast with fp32 weights.")
+    compile: bool = Field(False, description="Compile the blocks.")
+    activation_checkpointing: bool = Field(False, description="Recompute the blocks of a loop step in the backward.")
+    loops: LoopSampling = LoopSampling()
+    log_every: int = Field(10, ge=1)
+    valid_every: int = Field(250, ge=1)
+    valid_batches: int = Field(8, ge=1)
+    checkpoint_every: int = Field(250, ge=1)
+    keep_last: int = Field(2, ge=1, description="Newest checkpoints kept.")
+    keep_every: int | None = Field(None, ge=1, description="Checkpoints at multiples of this step are kept for good.")
+    track: tuple[str, ...] = Field((), description="trackio, wandb, tensorboard.")
+
+
+class DataConfig(Strict):
+    """Where the tokens come from and how they are cut; `docs/data.md` has the forms of `source`."""
+
+    source: str = Field("stdlib", description="stdlib, a path or glob, hf:NAME or synthetic:NAME.")
+    field: str = Field("text", description="The field of jsonl, parquet and hf: rows that holds the text.")
+    split: str = Field("train", description="The split of an hf: dataset.")
+    name: str | None = Field(None, description="The configuration of an hf: dataset.")
+    tokenizer: str = Field("bpe", description="bpe, bytes, a path of a tokenizer.json or hf:NAME.")
+    valid_fraction: float = Field(0.02, ge=0, lt=1, description="The share of documents held out, by their hash.")
+    valid_source: str | None = Field(None, description="Held-out files; all of `source` is then trained on.")
+    mask_boundaries: bool = Field(False, description="Whether targets across a document boundary become -100.")
+    cache: str | None = Field(None, description="A folder; by default $LOOPTIM_CACHE or ~/.cache/looptim.")
+    options: dict[str, Any] = Field({}, description="Knobs of a synthetic task, or arguments of an hf: dataset.")
 
 
 class Config(Strict):
     """A whole recipe."""
 
     model: ModelConfig
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
+
+    @model_validator(mode="after")
+    def _numbers_fit_together(self) -> Config:
+        if self.train.seq_len > self.model.max_length:
+            raise ValueError(
+                f"train.seq_len ({self.train.seq_len}) must not exceed model.max_length ({self.model.max_length})"
+            )
+        if self.optim.warmup >= self.train.steps:
+            raise ValueError(f"optim.warmup ({self.optim.warmup}) must be less than train.steps ({self.train.steps})")
+        if self.optim.min_lr > self.optim.lr:
+            raise ValueError(f"optim.min_lr ({self.optim.min_lr}) must not exceed optim.lr ({self.optim.lr})")
+        return self
+
+    def to_toml(self) -> str:
+        """The recipe as a file that loads to the same config."""
+        import tomli_w
+
+        values = self.model_dump(exclude_none=True)
+        values["loop"] = values["model"].pop("loop")
+        return tomli_w.dumps(values)
 
 
 def load_config(path: str | Path, set: Iterable[str] = ()) -> Config:

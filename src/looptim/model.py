@@ -84,9 +84,16 @@ class LoopedLM(nn.Module):
         h, _ = self.hidden(self.embed(tokens), loops=loops)
         return self.head(h)
 
-    def loss(self, tokens: Int[Tensor, "B T"], targets: Int[Tensor, "B T"], *, loops: int | None = None) -> Output:
+    def loss(
+        self,
+        tokens: Int[Tensor, "B T"],
+        targets: Int[Tensor, "B T"],
+        *,
+        loops: int | Int[Tensor, " B"] | None = None,
+        grad_loops: int | None = None,
+    ) -> Output:
         """Mean cross entropy of the targets (-100 is ignored), and what balances the experts."""
-        h, stats = self.hidden(self.embed(tokens), loops=loops)
+        h, stats = self.hidden(self.embed(tokens), loops=loops, grad_loops=grad_loops)
         cross_entropy = self.head(h, targets)
         auxiliary = torch.stack([s.aux_loss for _, s in stats]).mean() if stats else cross_entropy.new_zeros(())
         loads: dict[str, list[Tensor]] = {}
@@ -119,15 +126,17 @@ class LoopedLM(nn.Module):
         *,
         positions: Int[Tensor, "*B T"] | None = None,
         attend: Sequence[Attend] | None = None,
-        loops: int | None = None,
+        loops: int | Int[Tensor, " B"] | None = None,
+        grad_loops: int | None = None,
         observe: Callable[[Tensor], None] | None = None,
     ) -> tuple[Float[Tensor, "B T d"], list[tuple[int, MoEStats]]]:
         """The coda's normed output for embeddings `h`, and (block, stats) of every visit of a MoE layer.
 
-        `attend` has one slot per unrolled layer, in order: what a KV cache hangs on. `observe` is given the output of
-        every unrolled layer.
+        `attend` has one slot per unrolled layer, in order: what a KV cache hangs on. `loops` and `grad_loops` are
+        `steps` and `grad_steps` of every loop. `observe` is given the output of every unrolled layer.
         """
-        config = self.config if loops is None else self.config.with_loops(loops)
+        most = int(loops.max()) if isinstance(loops, Tensor) else loops
+        config = self.config if most is None else self.config.with_loops(most)
         stats: list[tuple[int, MoEStats]] = []
 
         def run(h: Tensor, layers: Sequence[tuple[Layer, Visit]]) -> Tensor:
@@ -150,7 +159,12 @@ class LoopedLM(nn.Module):
             K, R = segment.blocks, segment.loops
             layers, remaining = remaining[: K * R], remaining[K * R :]
             loop = cast(Loop, next(loop_of_segment))
-            h = loop(h, lambda o, step, k=K, layers=layers: run(o, layers[step * k : (step + 1) * k]), steps=R)
+            h = loop(
+                h,
+                lambda o, step, k=K, layers=layers: run(o, layers[step * k : (step + 1) * k]),
+                steps=R if loops is None else loops,
+                grad_steps=grad_loops,
+            )
         return self.norm(h), stats
 
     def _visits(

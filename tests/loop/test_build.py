@@ -153,3 +153,28 @@ def test_every_name_of_the_design_is_there():
         assert name in dir(lo)
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         _ = lo.nonsense
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("huginn", {}), ("operloop", {"shared": True}), ("operloop_nesterov", {"shared": True})]
+)
+def test_each_sequence_may_have_its_own_number_of_steps(name, options):
+    loop, e = lo.build(name, width=8, steps=3, **options).double().eval(), torch.randn(3, 2, 8, dtype=torch.float64)
+    together = loop(e, torch.tanh, steps=torch.tensor([2, 5, 1]))
+    for row, steps in enumerate([2, 5, 1]):
+        torch.testing.assert_close(together[row : row + 1], loop(e[row : row + 1], torch.tanh, steps=steps))
+
+
+def test_backpropagation_can_be_truncated_to_the_last_steps():
+    """The same as detaching the state by hand before them."""
+    loop, e = lo.build("huginn", width=8, steps=5).double().eval(), torch.randn(1, 2, 8, dtype=torch.float64)
+    blocks = nn.Linear(8, 8).double()
+    truncated = loop(e, blocks, grad_steps=2)
+    torch.testing.assert_close(truncated, loop(e, blocks))
+    with torch.no_grad(), lo.trace(loop) as trace:
+        loop(e, blocks)
+    y = trace.state[3].squeeze(-2)
+    for _ in range(2):
+        y = blocks(y + e)
+    expected = torch.autograd.grad(y.square().sum(), blocks.weight)
+    torch.testing.assert_close(torch.autograd.grad(truncated.square().sum(), blocks.weight), expected)

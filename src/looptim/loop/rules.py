@@ -165,7 +165,7 @@ class Muon(MomentumRule):
 
 # Polar Express (Amsel et al., 2025): six odd polynomials that together take singular values in [1e-3, 1] to 1 +- 0.007;
 # the safety factor 1.01 is applied.
-_POLAR_EXPRESS = (
+POLAR_EXPRESS = (
     (8.205160414005574, -22.90193498705605, 16.460724910180314),
     (4.066395159942775, -2.8611540867551426, 0.5183995226694741),
     (3.9095949044379155, -2.823351735039516, 0.5250369769390025),
@@ -183,7 +183,7 @@ def polar(M: Float[Tensor, "*batch r d"]) -> Float[Tensor, "*batch r d"]:
             [0., 1.]])
     """
     X = M / (1.01 * _norm(M) + 1e-12)
-    for a, b, c in _POLAR_EXPRESS:
+    for a, b, c in POLAR_EXPRESS:
         A = X @ X.mT
         X = a * X + (b * A + c * A @ A) @ X
     return X

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple, cast, final
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from .rules import Carry, Rule
 from .state import Copies, Mean
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Bool, Float, Int
 
 
 class Target(Part):
@@ -208,11 +209,14 @@ class Loop(nn.Module):
         e: Float[Tensor, "B T d"],
         blocks: Callable[..., Tensor],
         *,
-        steps: int | None = None,
+        steps: int | Int[Tensor, " B"] | None = None,
+        grad_steps: int | None = None,
         observe: Callable[[Transition, Record], None] | None = None,
     ) -> Float[Tensor, "B T d"]:
         """Loop over `e`, the prelude output. `blocks(o, step)`, or `blocks(o)`, is the shared stack.
 
+        A shared transition takes another number of `steps`, also one per sequence: all end together, and a sequence with
+        fewer steps waits at its start. `grad_steps` truncates backpropagation to the last so many steps (Huginn, Parcae).
         `observe` is called with every step's transition and record; `trace` is built on it.
         """
         if e.dim() != 3 or e.shape[-1] != self.width:
@@ -220,17 +224,23 @@ class Loop(nn.Module):
                 f"the loop was built for inputs of shape (batch, tokens, {self.width}), got {tuple(e.shape)}"
             )
         wants_step = _takes_step(blocks)
-        schedule = self.schedule(steps)
+        counts = steps if isinstance(steps, Tensor) else None
+        schedule = self.schedule(int(steps.max()) if isinstance(steps, Tensor) else steps)
+        first_grad = 0 if grad_steps is None else len(schedule) - grad_steps
         Y = self.start(e)
         carry = schedule[0].rule.init(Y)
         for index, transition in enumerate(schedule):
             at_step = _at_step(blocks, index) if wants_step else blocks
-            if observe is None:
-                Y, carry = transition(Y, e, at_step, carry)
-            else:
-                record = transition.step(Y, e, at_step, carry)
-                observe(transition, record)
-                Y, carry = record.Y, record.carry
+            before = Y, carry
+            with torch.no_grad() if index < first_grad else nullcontext():
+                if observe is None:
+                    Y, carry = transition(Y, e, at_step, carry)
+                else:
+                    record = transition.step(Y, e, at_step, carry)
+                    observe(transition, record)
+                    Y, carry = record.Y, record.carry
+            if counts is not None:
+                Y, carry = _where_begun(counts >= len(schedule) - index, (Y, carry), before)
         return self.readout(Y)
 
     def schedule(self, steps: int | None = None) -> list[Transition]:
@@ -250,6 +260,20 @@ class Loop(nn.Module):
 
     def extra_repr(self) -> str:
         return f"name={self.name!r}, steps={self.steps}, {'shared' if self.shared else 'loop-specific'}"
+
+
+def _where_begun(
+    begun: Bool[Tensor, " B"], now: tuple[Tensor, Carry], before: tuple[Tensor, Carry]
+) -> tuple[Tensor, Carry]:
+    """The new state and carry of the sequences that have begun to loop, the old ones of the others."""
+    begun = begun.reshape(-1, 1, 1, 1)
+    (Y, carry), (Y_before, carry_before) = now, before
+
+    def pick(new: Any, old: Any) -> Any:
+        return torch.where(begun, new, old) if isinstance(new, Tensor) and isinstance(old, Tensor) else new
+
+    memory, eta = pick(carry.memory, carry_before.memory), pick(carry.eta, carry_before.eta)
+    return pick(Y, Y_before), carry._replace(eta=eta, memory=memory)
 
 
 def _at_step(blocks: Callable[[Tensor, int], Tensor], step: int) -> Callable[[Tensor], Tensor]:

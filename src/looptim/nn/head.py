@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .moe import without_autocast
+
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
@@ -33,9 +35,10 @@ class Head(nn.Module):
     ) -> Float[Tensor, "B T vocab"] | Float[Tensor, ""]:
         dtype = torch.promote_types(h.dtype, torch.float32)
         if targets is None:
-            with torch.autocast(h.device.type, enabled=False) if h.device.type != "meta" else torch.enable_grad():
+            with without_autocast(h.device.type):
                 return F.linear(h.to(dtype), self.weight.to(dtype))
-        total = LinearCrossEntropy.apply(h.flatten(0, -2), self.weight, targets.flatten(), self.chunk)
+        with without_autocast(h.device.type):
+            total = LinearCrossEntropy.apply(h.flatten(0, -2), self.weight, targets.flatten(), self.chunk)
         assert isinstance(total, Tensor)
         return total / (targets != IGNORE).sum().clamp_min(1)
 

@@ -1,0 +1,130 @@
+"""Checkpoints that are complete or absent: written aside, synced, renamed; the last complete one is found by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import Optimizer
+
+from .model import LoopedLM
+from .parallel import World
+
+# DCP says so at every save and load of a single process, which is what we want.
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+
+RECORD = "checkpoint.json"
+"""Written last; a folder without it is not a checkpoint."""
+
+
+def folder(run: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return run / "checkpoints" / f"step_{step:06d}"
+
+
+def save(run: Path, step: int, model: LoopedLM, optimizer: Optimizer, record: dict[str, Any], world: World) -> Path:
+    """Write the checkpoint of `step` (updates done), so that a crash at any instant leaves it whole or not there."""
+    final = folder(run, step)
+    aside = final.with_name(f".{final.name}.partial")
+    if world.first:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    _barrier(world)
+    try:
+        weights, state = get_state_dict(model, optimizer)
+        # Shard files are synced by DCP's writer; the record and the folders by us.
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=str(aside), no_dist=world.size == 1)
+        if world.first:
+            _write_synced(aside / RECORD, json.dumps({**record, "step": step}, indent=2))
+            _sync_folder(aside)
+            shutil.rmtree(final, ignore_errors=True)
+            aside.rename(final)
+            _sync_folder(final.parent)
+    except (Exception, CheckpointException) as error:
+        if world.first:
+            shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(_inner(error), KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        raise OSError(f"could not write the checkpoint of step {step} to {final.parent}: {_cause(error)}") from error
+    _barrier(world)
+    return final
+
+
+def load(path: Path, model: LoopedLM, optimizer: Optimizer | None, world: World) -> dict[str, Any]:
+    """Fill the model, and the optimizer if given, from a checkpoint, however many processes wrote it."""
+    weights, state = get_state_dict(model, optimizer if optimizer is not None else ())
+    target = {"model": weights, "optimizer": state} if optimizer is not None else {"model": weights}
+    try:
+        dcp.load(target, checkpoint_id=str(path), no_dist=world.size == 1)
+    except (Exception, CheckpointException) as error:
+        raise ValueError(f"checkpoint {path} does not fit the model of this config: {_cause(error)}") from error
+    set_state_dict(
+        model,
+        optimizer if optimizer is not None else (),
+        model_state_dict=weights,
+        optim_state_dict=state if optimizer is not None else {},
+    )
+    return read_record(path)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself: step, config, versions, data."""
+    return json.loads((path / RECORD).read_text())
+
+
+def latest(run: Path) -> Path | None:
+    """The newest complete checkpoint of a run."""
+    complete = sorted(path.parent for path in (run / "checkpoints").glob(f"step_*/{RECORD}"))
+    return complete[-1] if complete else None
+
+
+def prune(run: Path, *, keep_last: int, keep_every: int | None) -> None:
+    """Delete all checkpoints but the newest `keep_last` and multiples of `keep_every`, and broken leftovers."""
+    for leftover in (run / "checkpoints").glob(".step_*.partial"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    paths = sorted((run / "checkpoints").glob("step_*"))
+    for path in paths[:-keep_last]:
+        step = int(path.name.removeprefix("step_"))
+        if keep_every is None or step % keep_every:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _barrier(world: World) -> None:
+    if world.size > 1:
+        dist.barrier()
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    """Make the names in a folder durable, where the system can."""
+    if os.name == "posix":
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _inner(error: BaseException) -> BaseException:
+    """What really went wrong, below what DCP wraps around it."""
+    failures = getattr(error, "failures", None)
+    return next(iter(failures.values()))[0] if failures else error
+
+
+def _cause(error: BaseException) -> str:
+    error = _inner(error)
+    return (str(error) or type(error).__name__).strip().splitlines()[0]

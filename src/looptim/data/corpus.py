@@ -1,0 +1,138 @@
+"""A corpus: documents of a source, each given to one split, the same on every machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal, final
+
+from .cache import digest, worded, write_text
+from .config import DataConfig
+from .files import Document
+from .progress import bar
+from .sources import Source, find_source, find_valid_source
+
+Split = Literal["train", "valid"]
+SPLITS: tuple[Split, Split] = ("train", "valid")
+
+_FORMAT = 1
+"""Part of every key of the cache; to be raised when the same text would be cut differently."""
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Documents and the way they are split.
+
+    `by` is "document": a document goes to `valid` if the hash of its text falls below the fraction, so equal
+    documents are on the same side; "tail": the end of every document does, for a corpus of so few documents that the
+    hash leaves a split without any; or "source": validation has a source of its own.
+    """
+
+    source: Source
+    valid_source: Source | None
+    fraction: float
+    by: Literal["document", "tail", "source"]
+    key: str
+    """What the cache knows it by: changes with the text and with its split."""
+    characters: int | None
+    """None before a stream has been read."""
+
+    def parts(self) -> Iterator[tuple[Document, Split, Iterable[str]]]:
+        """Every document's part in every split it has one in, in order."""
+        for document in self.source.documents():
+            if self.by == "tail":
+                yield document, "train", _cut(document, self.fraction, tail=False)
+                yield document, "valid", _cut(document, self.fraction, tail=True)
+            else:
+                yield document, held_out(document, self.fraction), document.pieces()
+        if self.valid_source is not None:
+            for document in self.valid_source.documents():
+                yield document, "valid", document.pieces()
+
+    def sample(self, characters: int) -> Iterator[str]:
+        """Pieces of the training split, about so many characters of it in all, spread over the whole of it."""
+        rate = 1.0 if self.characters is None else characters / self.characters
+        left = characters
+        for _, split, pieces in self.parts():
+            for piece in pieces if split == "train" else ():
+                if zlib.crc32(piece.encode()) < rate * 2**32:
+                    yield piece
+                    left -= len(piece)
+            if left <= 0:
+                return
+
+
+def held_out(document: Document, fraction: float) -> Split:
+    """The split of a document by the hash of its text."""
+    return "valid" if int.from_bytes(document.digest[:8], "big") < fraction * 2**64 else "train"
+
+
+def find_corpus(config: DataConfig, *, cache: Path, progress: bool) -> Corpus:
+    """The corpus a config names; files are read through once, and again only if they changed."""
+    source, valid_source = find_source(config), find_valid_source(config)
+    sources = [source] if valid_source is None else [source, valid_source]
+    fraction = config.valid_fraction if valid_source is None else 0.0
+    by = "document" if valid_source is None else "source"
+    scans = [_scan(each, fraction, cache, progress) for each in sources if each.scannable]
+    if len(scans) < len(sources):
+        key = digest([_FORMAT, by, fraction, [each.signature for each in sources]])
+        return Corpus(source, valid_source, fraction, by, key, None)
+    if by == "document" and fraction and not (scans[0].train and scans[0].valid):
+        by = "tail"
+    key = digest([_FORMAT, by, fraction, [scan.content for scan in scans]])
+    return Corpus(source, valid_source, fraction, by, key, sum(scan.characters for scan in scans))
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Scan:
+    content: str
+    characters: int
+    train: int
+    """Documents the hash gives to each split."""
+    valid: int
+
+
+def _scan(source: Source, fraction: float, cache: Path, progress: bool) -> _Scan:
+    """The hash of a source's documents, remembered by what the files look like from outside."""
+    memo = cache / "scans" / f"{digest([_FORMAT, source.signature, fraction])}.json"
+    if memo.is_file():
+        try:
+            return _Scan(**json.loads(memo.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(f"{memo} is not what looptim wrote; delete it") from error
+    content, characters, counts = hashlib.sha256(), 0, {"train": 0, "valid": 0}
+    with bar(f"reading {source.name}", total=None, show=progress) as advance:
+        for document in source.documents():
+            content.update(document.digest)
+            characters += document.length
+            counts[held_out(document, fraction)] += 1
+            advance(document.length)
+    if not characters:
+        raise ValueError(
+            f"data source {source.name!r} holds no text: all it names is empty; give files with text in them"
+        )
+    scan = _Scan(content.hexdigest(), characters, **counts)
+    with worded(cache):
+        write_text(memo, json.dumps(dataclasses.asdict(scan)))
+    return scan
+
+
+def _cut(document: Document, fraction: float, *, tail: bool) -> Iterator[str]:
+    """A document without its last `fraction` of characters, or those; cut at a line's end where one is near."""
+    left = document.length - round(document.length * fraction)
+    for piece in document.pieces():
+        if left >= len(piece):
+            head, end = piece, ""
+        else:
+            at = max(left, 0)
+            at = piece.rfind("\n", 0, at) + 1 or at
+            head, end = piece[:at], piece[at:]
+        left -= len(piece)
+        if part := end if tail else head:
+            yield part

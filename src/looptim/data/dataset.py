@@ -1,0 +1,118 @@
+"""Batches as pure functions of (seed, step): nothing is remembered between two calls, so nothing has to be saved."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from .corpus import SPLITS, Split
+from .order import permute
+from .shards import open_shard
+from .tasks import Task
+from .tokenizer import Tokenizer
+
+IGNORED = -100
+"""A target that has no loss."""
+
+
+class Dataset(abc.ABC):
+    """Windows of `seq_len` tokens with their targets, from a corpus or a task."""
+
+    seq_len: int
+    tokenizer: Tokenizer
+    fingerprint: Mapping[str, Any]
+    """What a run records of its data: source, hash of the content, hash of the tokenizer, counts."""
+    task: Task | None = None
+    """The task behind it, if it is synthetic, with the knobs it is drawn with."""
+    knobs: Mapping[str, Any] = {}
+
+    @abc.abstractmethod
+    def num_tokens(self, split: Split) -> int | None:
+        """Tokens of a split, None where they are drawn without end."""
+
+    @abc.abstractmethod
+    def num_windows(self, split: Split) -> int | None:
+        """Windows of an epoch, None where they are drawn without end."""
+
+    @abc.abstractmethod
+    def windows(self, split: Split, seed: int, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens and targets at these places of the split's endless order."""
+
+    def batch(
+        self, split: Split, *, seed: int, step: int, batch_size: int, rows: slice | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and targets of a step, each (rows, seq_len) int64; a target without loss is -100.
+
+        `batch_size` is the global batch and `rows` selects a process's part of it: rank r of w takes
+        `slice(r * B // w, (r + 1) * B // w)`, and all of them see together what one sees alone. In training every
+        window comes once an epoch, in an order that `seed` and the epoch determine; validation ignores `seed`.
+        """
+        _check_split(split)
+        if batch_size < 1 or step < 0:
+            raise ValueError(f"step {step} and batch_size {batch_size} must be at least 0 and 1")
+        windows = self.num_windows(split)
+        if windows is not None and windows < batch_size:
+            raise ValueError(
+                f"the {split} split of {self.fingerprint['source']!r} has {windows} windows of {self.seq_len} tokens, "
+                f"fewer than a batch of {batch_size}; {_more_windows(split)}"
+            )
+        samples = step * batch_size + np.arange(batch_size)[rows if rows is not None else slice(None)]
+        tokens, targets = self.windows(split, seed if split == "train" else 0, samples)
+        return torch.from_numpy(tokens), torch.from_numpy(targets)
+
+
+def _check_split(split: str) -> None:
+    if split not in SPLITS:
+        raise ValueError(f"split {split!r} must be train or valid")
+
+
+def _more_windows(split: Split) -> str:
+    more = "use more text" if split == "train" else "raise data.valid_fraction, set data.valid_source"
+    return f"{more}, or lower train.seq_len or train.batch_size"
+
+
+@final
+class PackedDataset(Dataset):
+    """Windows of packed shards; a window's last target is the next one's first token."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        seq_len: int,
+        tokenizer: Tokenizer,
+        fingerprint: Mapping[str, Any],
+        mask_boundaries: bool,
+    ):
+        self.seq_len, self.tokenizer, self.fingerprint = seq_len, tokenizer, fingerprint
+        self.mask_boundaries = mask_boundaries
+        self._streams = {split: open_shard(folder / f"{split}.bin") for split in SPLITS}
+
+    def num_tokens(self, split: Split) -> int:
+        _check_split(split)
+        return len(self._streams[split])
+
+    def num_windows(self, split: Split) -> int:
+        return max(self.num_tokens(split) - 1, 0) // self.seq_len
+
+    def windows(self, split: Split, seed: int, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        size = self.num_windows(split)
+        # Validation repeats one epoch, in an order of which any beginning is a fair sample.
+        epochs = samples // size if split == "train" else np.zeros_like(samples)
+        places = np.empty_like(samples)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            places[here] = permute(samples[here] % size, size=size, seed=seed, epoch=int(epoch))
+        stream, width = self._streams[split], self.seq_len
+        packed = np.empty((len(samples), width + 1), dtype=np.int64)
+        for row, place in zip(packed, places, strict=True):
+            row[:] = stream[place * width : place * width + width + 1]
+        tokens, targets = packed[:, :-1].copy(), packed[:, 1:].copy()
+        if self.mask_boundaries:
+            targets[tokens == self.tokenizer.eos] = IGNORED
+        return tokens, targets

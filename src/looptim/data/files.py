@@ -1,0 +1,186 @@
+"""Documents out of local files: text, jsonl and parquet, each also compressed. The only importer of pyarrow."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import dataclasses
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, final
+
+PIECE = 1 << 20
+"""Bytes of a text file held at a time; files longer than that are tokenised in pieces that end with a line."""
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """A text that is packed as one: a text file, or a row of jsonl, parquet or a dataset."""
+
+    digest: bytes
+    """Of the whole text; it decides which split the document belongs to."""
+    length: int
+    """In characters."""
+    pieces: Callable[[], Iterable[str]]
+    """The text from its start, in pieces that fit in memory."""
+
+
+def row_document(text: Any, *, field: str, where: str) -> Document | None:
+    """The document of one row, None if it is empty."""
+    if text is None or text == "":
+        return None
+    if not isinstance(text, str):
+        raise ValueError(
+            f"{where}: field {field!r} holds {type(text).__name__}, not text; set data.field to one that does"
+        )
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{where}: field {field!r} is not valid Unicode (a lone surrogate); repair that row") from None
+    return Document(hashlib.sha256(encoded).digest(), len(text), lambda: [text])
+
+
+def read_documents(path: Path, *, field: str) -> Iterator[Document]:
+    """The documents of one file, by the ending of its name; empty ones are left out."""
+    kind = Path(path.stem).suffix if _compression(path) else path.suffix
+    kind = kind.lower()
+    if kind in (".jsonl", ".ndjson"):
+        return _jsonl(path, field)
+    if kind == ".parquet":
+        return _parquet(path, field)
+    return _text(path)
+
+
+def _text(path: Path) -> Iterator[Document]:
+    hash, length, first, count = hashlib.sha256(), 0, "", 0
+    for piece in _pieces(path):
+        hash.update(piece.encode())
+        length += len(piece)
+        count += 1
+        first = first or piece
+    if length:
+        # A file of one piece, as most are, is not read again.
+        pieces = (lambda: [first]) if count == 1 else partial(_pieces, path)
+        yield Document(hash.digest(), length, pieces)
+
+
+def _pieces(path: Path) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    rest, done = "", 0
+    with _reading(path) as file:
+        while data := file.read(PIECE):
+            text = rest + _decode(decoder, data, path, done)
+            # A byte order mark is not text.
+            text = text.removeprefix("\ufeff") if not done else text
+            done += len(data)
+            cut = text.rfind("\n") + 1 or len(text)
+            if cut:
+                yield text[:cut]
+            rest = text[cut:]
+        _decode(decoder, b"", path, done)
+    if rest:
+        yield rest
+
+
+def _decode(decoder: codecs.IncrementalDecoder, data: bytes, path: Path, done: int) -> str:
+    try:
+        return decoder.decode(data, not data)
+    except UnicodeDecodeError as error:
+        byte = done + len(data) - len(error.object) + error.start
+        raise ValueError(f"{path} is not UTF-8 at byte {byte}; convert it, or leave it out of data.source") from None
+
+
+def _jsonl(path: Path, field: str) -> Iterator[Document]:
+    with _reading(path) as file:
+        for number, line in enumerate(file, 1):
+            where = f"{path}, line {number}"
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode())
+            except UnicodeDecodeError:
+                raise ValueError(f"{where} is not UTF-8; convert it, or leave it out of data.source") from None
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{where} is not JSON ({error.msg}); every line must be one object") from None
+            if not isinstance(row, dict) or field not in row:
+                known = f"the fields {', '.join(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
+                raise ValueError(f"{where} has no field {field!r} but {known}; set data.field to the one with the text")
+            if document := row_document(row[field], field=field, where=where):
+                yield document
+
+
+def _parquet(path: Path, field: str) -> Iterator[Document]:
+    _pyarrow(path)
+    from pyarrow.parquet import ParquetFile
+
+    with _reading(path) as file:
+        # Parquet is read from its end, which a compressed stream does not have yet.
+        table = ParquetFile(io.BytesIO(file.read()) if _compression(path) else file)
+        names = table.schema_arrow.names
+        if field not in names:
+            raise ValueError(
+                f"{path} has no column {field!r} but {', '.join(names)}; set data.field to the one with the text"
+            )
+        number = 0
+        for batch in table.iter_batches(columns=[field], batch_size=1024):
+            for text in batch.column(0).to_pylist():
+                number += 1
+                if document := row_document(text, field=field, where=f"{path}, row {number}"):
+                    yield document
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[IO[bytes]]:
+    """The decompressed bytes of a file; whatever goes wrong on the way is said in one sentence."""
+    try:
+        with _open(path) as file:
+            yield file
+    except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({_reason(error)}); repair it, or leave it out of data.source"
+        ) from error
+    except ValueError as error:
+        # pyarrow's errors are ValueErrors of its own; ours are worded already.
+        if type(error) is ValueError:
+            raise
+        raise ValueError(
+            f"{path} cannot be read ({_reason(error)}); repair it, or leave it out of data.source"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    return text.splitlines()[0].rstrip(".")
+
+
+def _compression(path: Path) -> str | None:
+    suffix = path.suffix.lower()
+    return suffix if suffix in (".gz", ".xz", ".zst") else None
+
+
+def _open(path: Path) -> IO[bytes]:
+    compression = _compression(path)
+    if compression == ".gz":
+        return gzip.open(path)  # pyright: ignore[reportReturnType]
+    if compression == ".xz":
+        return lzma.open(path)
+    if compression == ".zst":
+        # Python has no zstd before 3.14; pyarrow, which parquet needs anyway, has.
+        return io.BufferedReader(_pyarrow(path).input_stream(str(path), compression="zstd"))
+    return open(path, "rb")
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow
+    except ImportError:
+        raise ValueError(f"{path} needs pyarrow to be read; install it with pip install 'looptim[data]'") from None
+    return pyarrow

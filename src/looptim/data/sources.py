@@ -1,0 +1,149 @@
+"""What a `source` names: the standard library, local files, or an hf: dataset. The only importer of datasets."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import glob
+import itertools
+import os
+import platform
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, final
+
+from .cache import digest
+from .config import DataConfig
+from .files import Document, read_documents, row_document
+
+_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Documents in a fixed order, with a cheap signature that changes when they may have changed."""
+
+    name: str
+    signature: str
+    documents: Callable[[], Iterator[Document]]
+    scannable: bool
+    """Whether reading everything once more than needed is fine: files are, what is streamed over a network is not."""
+
+
+def find_source(config: DataConfig) -> Source:
+    """The source to train on."""
+    if config.source.startswith("hf:"):
+        return _hugging_face(config, config.split)
+    return _local(config.source, config)
+
+
+def find_valid_source(config: DataConfig) -> Source | None:
+    """The source to validate on, None where it is held out of the other."""
+    if config.source.startswith("hf:") and "valid_split" in config.options:
+        return _hugging_face(config, config.options["valid_split"])
+    if config.valid_source is None:
+        return None
+    if config.valid_source.startswith(("hf:", "synthetic:")):
+        raise ValueError(
+            f"data.valid_source {config.valid_source!r} must name files; "
+            "for another split of an hf: source set data.options.valid_split"
+        )
+    return _local(config.valid_source, config)
+
+
+def _local(source: str, config: DataConfig) -> Source:
+    if config.options and not config.source.startswith("hf:"):
+        raise ValueError(
+            f"data.options {sorted(config.options)} mean nothing to source {source!r}; "
+            "they belong to hf: and synthetic: sources"
+        )
+    paths = _library() if source == "stdlib" else _match(source)
+
+    def documents() -> Iterator[Document]:
+        for path in paths:
+            yield from read_documents(path, field=config.field)
+
+    listing = [(str(path.resolve()), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in paths]
+    name = f"stdlib of Python {platform.python_version()}" if source == "stdlib" else source
+    return Source(name, digest([config.field, listing]), documents, scannable=True)
+
+
+def _library() -> list[Path]:
+    """The standard library's own sources without its tests, and without what differs by machine."""
+    paths = []
+    for folder, inner, files in os.walk(sysconfig.get_paths()["stdlib"]):
+        inner[:] = [name for name in inner if name not in _NOT_LIBRARY and not name.startswith("config-")]
+        paths += [
+            Path(folder, name) for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata")
+        ]
+    if not paths:
+        raise ValueError("this Python has no sources of its standard library; set data.source to files of yours")
+    return sorted(paths)
+
+
+def _match(source: str) -> list[Path]:
+    """The files of a path, a folder or a glob, sorted; hidden ones are left out."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        names = glob.glob("**/*", root_dir=path, recursive=True)
+        paths = [path / name for name in names]
+    else:
+        paths = [path] if path.is_file() else [Path(name) for name in glob.glob(str(path), recursive=True)]
+    paths = sorted(path for path in paths if path.is_file())
+    if not paths:
+        near = difflib.get_close_matches(source, ("stdlib", "synthetic:", "hf:"), n=1)
+        hint = f"did you mean {near[0]!r}, or " if near else ""
+        raise ValueError(
+            f"data source {source!r} matches no file; {hint}give stdlib, a path or glob, hf:NAME or synthetic:NAME"
+        )
+    return paths
+
+
+def _hugging_face(config: DataConfig, split: str) -> Source:
+    """A split of a dataset, streamed: options go to `datasets`, but for `max_documents` and `valid_split`."""
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(
+            f"source {config.source!r} needs datasets; install it with pip install 'looptim[data]'"
+        ) from None
+    options = {key: value for key, value in config.options.items() if key not in ("max_documents", "valid_split")}
+    limit = config.options.get("max_documents")
+    with _worded(config.source):
+        builder: Any = datasets.load_dataset_builder(config.source.removeprefix("hf:"), config.name, **options)
+
+    def documents() -> Iterator[Document]:
+        with _worded(config.source):
+            rows = iter(builder.as_streaming_dataset(split=split))
+        for number in itertools.count(1) if limit is None else range(1, limit + 1):
+            with _worded(config.source):
+                row = next(rows, None)
+            if row is None:
+                return
+            where = f"{config.source}, row {number}"
+            if config.field not in row:
+                known = ", ".join(row)
+                raise ValueError(
+                    f"{where} has no field {config.field!r} but {known}; set data.field to the one with the text"
+                )
+            if document := row_document(row[config.field], field=config.field, where=where):
+                yield document
+
+    # The hash is of the commit, the id of the configuration and of the local files with their times.
+    identity = [config.source, config.field, split, limit, builder.hash, builder.config_id]
+    return Source(config.source, digest(identity), documents, scannable=False)
+
+
+@contextlib.contextmanager
+def _worded(source: str) -> Iterator[None]:
+    # datasets raises whatever its many backends raise.
+    try:
+        yield
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(
+            f"{source} cannot be loaded: {lines[0].rstrip('.')}; check data.source, name, split and options"
+        ) from error

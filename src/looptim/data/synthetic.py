@@ -1,0 +1,78 @@
+"""Synthetic tasks as a dataset: whole examples side by side in a window, the loss on their answers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any, final
+
+import numpy as np
+
+from .cache import digest
+from .corpus import SPLITS, Split
+from .dataset import IGNORED, Dataset
+from .tasks import STOP, Task
+from .tokenizer import Tokenizer
+
+_MOST = 1 << 20
+"""Examples a window may hold at most; window n draws from n * _MOST on."""
+
+
+@final
+class SyntheticDataset(Dataset):
+    """Examples drawn on the fly. A window starts with one, holds only whole ones and is filled up without loss."""
+
+    def __init__(
+        self, task: Task, options: Mapping[str, Any], *, seq_len: int, tokenizer: Tokenizer, mask_boundaries: bool
+    ):
+        self.seq_len, self.tokenizer, self.task = seq_len, tokenizer, task
+        self.loss_on_prompt = options.get("loss_on_prompt", False)
+        if not isinstance(self.loss_on_prompt, bool):
+            raise ValueError(f"data.options.loss_on_prompt must be true or false, got {self.loss_on_prompt!r}")
+        self.knobs = task.settings({key: value for key, value in options.items() if key != "loss_on_prompt"})
+        self.mask_boundaries = mask_boundaries
+        examples = [task.example(split, 0, index, **self.knobs) for split in SPLITS for index in range(16)]
+        self.fingerprint = {
+            "source": f"synthetic:{task.name}",
+            "options": {**self.knobs, "loss_on_prompt": self.loss_on_prompt},
+            "content": digest(examples),
+            "tokenizer": tokenizer.hash,
+        }
+        self._fill("train", 0, 0)
+
+    def num_tokens(self, split: Split) -> None:
+        """None: a task never ends."""
+
+    def num_windows(self, split: Split) -> None:
+        """None: a task never ends."""
+
+    def windows(self, split: Split, seed: int, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        packed = np.full((len(samples), self.seq_len + 1), self.tokenizer.eos, dtype=np.int64)
+        counts = np.zeros(packed.shape, dtype=bool)
+        for row, sample in enumerate(samples):
+            tokens, loss = self._fill(split, seed, int(sample))
+            packed[row, : len(tokens)] = tokens
+            counts[row, : len(loss)] = loss
+        return packed[:, :-1].copy(), np.where(counts, packed, IGNORED)[:, 1:].copy()
+
+    def _fill(self, split: Split, seed: int, sample: int) -> tuple[list[int], list[bool]]:
+        """The tokens of a window, and which of them count as targets."""
+        assert self.task is not None
+        tokens: list[int] = []
+        loss: list[bool] = []
+        for index in itertools.count(sample * _MOST):
+            example = self.task.example(split, seed, index, **self.knobs)
+            prompt, answer = self.tokenizer.encode(example.prompt), self.tokenizer.encode(example.answer + STOP)
+            size = len(prompt) + len(answer)
+            if not tokens and size > self.seq_len + 1:
+                raise ValueError(
+                    f"one example of {self.fingerprint['source']!r} takes {size} tokens but a window holds "
+                    f"{self.seq_len + 1}; raise train.seq_len or lower a knob in data.options"
+                )
+            if len(tokens) + size > self.seq_len + 1:
+                break
+            tokens += prompt + answer
+            on_prompt = [self.loss_on_prompt] * len(prompt)
+            on_prompt[0] &= not self.mask_boundaries
+            loss += on_prompt + [True] * len(answer)
+        return tokens, loss

@@ -1,0 +1,152 @@
+"""Tokenizers: one class around `tokenizers` for BPE trained here, raw bytes, and any tokenizer.json."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+
+from .cache import worded, write_text
+
+EOS = "<|endoftext|>"
+"""The end of a document, in tokenizers made here."""
+
+_KNOWN_EOS = (EOS, "</s>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>", "[SEP]")
+
+
+@final
+class Tokenizer:
+    """Text to ids and back. `eos` is the id that ends a document; nothing in a text is ever mistaken for it.
+
+    >>> tokenizer = Tokenizer.bytes()
+    >>> tokenizer.encode("a=é"), tokenizer.eos, tokenizer.vocab_size
+    ([97, 61, 195, 169], 256, 257)
+    >>> tokenizer.decode([97, 61, 195, 169, 256])
+    'a=é'
+    """
+
+    def __init__(self, model: tokenizers.Tokenizer, *, eos: str | None = None):
+        model.no_truncation()
+        model.no_padding()
+        self.eos_token = eos or next((name for name in _KNOWN_EOS if model.token_to_id(name) is not None), EOS)
+        model.add_special_tokens([AddedToken(self.eos_token, special=True, normalized=False)])
+        self._text = model.to_str()
+        # In text, the spelling of a special token is text.
+        model.encode_special_tokens = True
+        self._model = model
+        vocabulary = model.get_vocab(with_added_tokens=True)
+        self.eos: int = vocabulary[self.eos_token]
+        self.vocab_size: int = max(vocabulary.values()) + 1
+        self.hash = hashlib.sha256(self._text.encode()).hexdigest()
+        self._is_bytes = self.vocab_size == 257 and self._text == _byte_model().to_str()
+
+    @classmethod
+    def bytes(cls) -> Tokenizer:
+        """Raw bytes: ids 0 to 255 are the bytes of UTF-8 and 256 ends a document."""
+        return cls(_byte_model(), eos=EOS)
+
+    @classmethod
+    def train(cls, texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
+        """Byte-level BPE of at most `vocab_size` tokens; a short text has fewer to offer."""
+        if vocab_size < 257:
+            raise ValueError(
+                f"vocab_size {vocab_size} is too small for byte-level BPE; 256 bytes and the end of a document take 257"
+            )
+        model = tokenizers.Tokenizer(models.BPE())
+        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        model.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[EOS],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        model.train_from_iterator(texts, trainer)
+        return cls(model, eos=EOS)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """A tokenizer.json, or the one in a folder; the token that ends a document is the one its config names."""
+        path = Path(path).expanduser()
+        path = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            model = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(
+                f"tokenizer {str(path)!r} cannot be read ({error.strerror}); "
+                "give bpe, bytes, the path of a tokenizer.json or hf:NAME"
+            ) from error
+        except Exception as error:
+            # tokenizers raises bare Exceptions.
+            raise ValueError(f"{path} is not a tokenizer.json of the tokenizers library ({error})") from error
+        return cls(model, eos=_configured_eos(path.with_name("tokenizer_config.json")))
+
+    @classmethod
+    def pretrained(cls, name: str) -> Tokenizer:
+        """A tokenizer of the Hugging Face hub."""
+        try:
+            return cls(tokenizers.Tokenizer.from_pretrained(name))
+        except Exception as error:
+            # The same, and whatever the hub raises.
+            reason = (str(error).strip().splitlines() or ["no answer"])[0].rstrip(".")
+            raise ValueError(
+                f"tokenizer 'hf:{name}' cannot be loaded: {reason}; check its name and the network"
+            ) from error
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without any special token."""
+        return list(text.encode()) if self._is_bytes else self._model.encode(text, add_special_tokens=False).ids
+
+    def encode_many(self, texts: Sequence[str]) -> Sequence[Sequence[int] | np.ndarray]:
+        """The same for many texts, on every core."""
+        if self._is_bytes:
+            return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+        return [encoding.ids for encoding in self._model.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids; special tokens are left out."""
+        return self._model.decode([int(id) for id in ids], skip_special_tokens=True)
+
+    def save(self, folder: str | Path) -> None:
+        """Writes what `transformers.AutoTokenizer.from_pretrained(folder)` and `Tokenizer.load(folder)` need."""
+        settings: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": self.eos_token,
+            "eos_token": self.eos_token,
+            "pad_token": self.eos_token,
+            "clean_up_tokenization_spaces": False,
+        }
+        with worded(Path(folder), "make room or access there"):
+            write_text(Path(folder) / "tokenizer.json", self._text)
+            write_text(
+                Path(folder) / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+            )
+
+
+def _byte_model() -> tokenizers.Tokenizer:
+    """Byte-level BPE without a merge: a token is a byte, and its id is the byte's value."""
+    # The table of GPT-2: printable bytes are themselves, the others follow from 256 on.
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    alphabet = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+    model = tokenizers.Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = decoders.ByteLevel()
+    model.add_special_tokens([AddedToken(EOS, special=True, normalized=False)])
+    return model
+
+
+def _configured_eos(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    try:
+        eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is not a tokenizer_config.json ({error})") from error
+    return eos.get("content") if isinstance(eos, dict) else eos

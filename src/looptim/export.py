@@ -1,0 +1,50 @@
+"""From a run to a folder that transformers loads, and from either back to a model and its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import checkpoint
+from .data import Tokenizer
+from .model import LoopedLM
+from .train import load
+
+if TYPE_CHECKING:
+    from .hf import LoopedForCausalLM
+
+
+def export(run: str | Path, out: str | Path | None = None) -> Path:
+    """Write the model of a run's last checkpoint, with its config and tokenizer, to `out`; RUN/model by default."""
+    out = Path(run) / "model" if out is None else Path(out)
+    model, tokenizer = load(run)
+    wrapped = wrap(model)
+    wrapped.generation_config.eos_token_id = tokenizer.eos
+    wrapped.save_pretrained(out)
+    tokenizer.save(out)
+    return out
+
+
+def open_model(path: str | Path) -> tuple[LoopedLM, Tokenizer]:
+    """The model and tokenizer of a run, or of a folder that `export` wrote."""
+    path = Path(path)
+    if checkpoint.latest(path) is not None:
+        return load(path)
+    if (path / "config.json").is_file():
+        return _hf().LoopedForCausalLM.from_pretrained(path).looped.eval(), Tokenizer.load(path)
+    if (path / "config.toml").is_file():
+        raise ValueError(f"{path} has no complete checkpoint yet; train it further, or give another run")
+    raise ValueError(f"{path} is neither a run nor an exported model; give a folder with config.toml or config.json")
+
+
+def wrap(model: LoopedLM, *, loops: int | None = None) -> LoopedForCausalLM:
+    """The model under transformers, sharing its weights; `loops` where its transition allows another number."""
+    return _hf().LoopedForCausalLM.from_looped(model, loops=loops)
+
+
+def _hf():
+    try:
+        from . import hf
+    except ImportError as error:
+        raise ValueError(f"this needs transformers ({error}); pip install 'looptim[hf]'") from None
+    return hf

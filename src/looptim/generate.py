@@ -1,0 +1,105 @@
+"""Text from a model: one prompt streamed, or many prompts completed in a batch; both by transformers' `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from .data import Tokenizer
+from .export import wrap
+from .model import LoopedLM
+
+
+def generate(
+    model: LoopedLM,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    loops: int | None = None,
+    stream: Callable[[str], None] | None = None,
+) -> str:
+    """The continuation of a prompt; temperature 0 is greedy. `stream` is given the text piece by piece as it comes."""
+    if temperature < 0:
+        raise ValueError(f"temperature must not be negative, got {temperature}; 0 is greedy")
+    ids = tokenizer.encode(prompt) or [tokenizer.eos]
+    room = model.config.max_length - len(ids)
+    if room < 1:
+        raise ValueError(f"the prompt has {len(ids)} tokens, but max_length is {model.config.max_length}; shorten it")
+    if seed is not None:
+        torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
+    out = wrap(model.eval(), loops=loops).generate(
+        torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+        max_new_tokens=min(max_new_tokens, room),
+        streamer=_Streamer(tokenizer, stream) if stream else None,
+        eos_token_id=tokenizer.eos,
+        pad_token_id=tokenizer.eos,
+        **(sampling if temperature > 0 else {"do_sample": False}),
+    )
+    return tokenizer.decode(out[0, len(ids) :].tolist())
+
+
+def complete(
+    model: LoopedLM,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int,
+    stop: str = "\n",
+    batch_size: int = 64,
+    loops: int | None = None,
+) -> list[str]:
+    """Greedy continuations of many prompts, up to `stop`, left-padded in batches through the KV cache."""
+    wrapped = wrap(model.eval(), loops=loops)
+    ends = {tokenizer.eos, *tokenizer.encode(stop)[-1:]}
+    answers: list[str] = []
+    for first in range(0, len(prompts), batch_size):
+        rows = [tokenizer.encode(prompt) for prompt in prompts[first : first + batch_size]]
+        length = max(map(len, rows))
+        tokens = torch.tensor([[tokenizer.eos] * (length - len(row)) + row for row in rows])
+        mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
+        out = wrapped.generate(
+            tokens,
+            attention_mask=mask,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=sorted(ends),
+            pad_token_id=tokenizer.eos,
+        )
+        answers += [tokenizer.decode(row.tolist()).split(stop)[0] for row in out[:, length:]]
+    return answers
+
+
+@final
+class _Streamer:
+    """What transformers hands tokens to; passes text on as soon as it is whole characters."""
+
+    def __init__(self, tokenizer: Tokenizer, emit: Callable[[str], None]):
+        self.tokenizer = tokenizer
+        self.emit = emit
+        self.ids: list[int] | None = None
+        self.sent = ""
+
+    def put(self, value: Tensor) -> None:
+        if self.ids is None:
+            # The prompt comes first.
+            self.ids = []
+            return
+        self.ids += value.flatten().tolist()
+        text = self.tokenizer.decode(self.ids)
+        if not text.endswith("\ufffd"):
+            self.emit(text[len(self.sent) :])
+            self.sent = text
+
+    def end(self) -> None:
+        text = self.tokenizer.decode(self.ids or [])
+        self.emit(text[len(self.sent) :])

@@ -1,0 +1,16 @@
+"""The same model in transformers: one attention slot per unrolled layer, on the stock KV cache.
+
+Importing it registers the Auto classes. Only this package imports transformers.
+"""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from .config import LoopedConfig
+from .model import LoopedForCausalLM, LoopedModel
+from .slots import AttentionSlot
+
+__all__ = ["AttentionSlot", "LoopedConfig", "LoopedForCausalLM", "LoopedModel"]
+
+AutoConfig.register(LoopedConfig.model_type, LoopedConfig)
+AutoModel.register(LoopedConfig, LoopedModel)
+AutoModelForCausalLM.register(LoopedConfig, LoopedForCausalLM)

@@ -1,0 +1,85 @@
+"""One process or many: the same training code, with FSDP2 around the model where there are several processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+from .model import LoopedLM
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class World:
+    """This process among all of them."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this process does what only one may: write logs, show progress."""
+        return self.rank == 0
+
+    def rows(self, batch_size: int) -> slice:
+        """This process's rows of a global batch."""
+        if batch_size % self.size:
+            raise ValueError(
+                f"train.batch_size ({batch_size}) must be a multiple of the number of processes ({self.size})"
+            )
+        share = batch_size // self.size
+        return slice(self.rank * share, (self.rank + 1) * share)
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over all processes."""
+        if self.size > 1:
+            value = value.clone()
+            dist.all_reduce(value)
+        return value
+
+
+def start() -> World:
+    """Join the processes `torchrun` started, or be the only one."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    cuda = torch.cuda.is_available()
+    if size == 1:
+        return World(0, 1, torch.device("cuda" if cuda else "cpu"))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if cuda else "gloo")
+    return World(dist.get_rank(), dist.get_world_size(), device)
+
+
+def stop(world: World) -> None:
+    """Leave the processes."""
+    if world.size > 1 and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def shard(model: LoopedLM, world: World) -> LoopedLM:
+    """Shard the model over all processes, block by block; one process keeps it whole.
+
+    A looped block is needed again at once, so it is not resharded after its forward; a plain one is.
+    """
+    if world.size == 1:
+        return model
+    for index, block in enumerate(model.blocks):
+        fully_shard(block, reshard_after_forward=model.config.visits(index) == 1)
+    fully_shard(model)
+    register_fsdp_forward_method(model, "loss")
+    return model
+
+
+def synchronise_gradients(model: LoopedLM, last: bool) -> None:
+    """Reduce gradients over processes only in the last of several backwards that accumulate."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)

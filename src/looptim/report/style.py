@@ -1,0 +1,98 @@
+"""How lines look: colours, dashes and markers of transitions and runs, and what every figure shares."""
+
+from __future__ import annotations
+
+import colorsys
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.colors import to_hex, to_rgb
+
+from .runs import Run
+
+RC: Any = {
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    # The same figure is the same bytes.
+    "svg.hashsalt": "looptim",
+}
+
+COLOURS = {
+    "none": "#000000",
+    "vanilla": "#8c8c8c",
+    "huginn": "#b8a900",
+    "parcae": "#009e73",
+    "full_bandwidth": "#e69f00",
+    "recurrentgpt": "#56b4e9",
+    "recirculation": "#cc79a7",
+    "hyperloop": "#0072b2",
+    "operloop": "#d55e00",
+    "operloop_heavyball": "#56b4e9",
+    "operloop_nesterov": "#0072b2",
+    "operloop_muon": "#009e73",
+    "operloop_hyperball": "#cc79a7",
+    "operloop_bounded": "#e69f00",
+    "operloop_robust": "#000000",
+}
+"""Okabe and Ito's palette with grey, yellow darkened to show on white. Operloop's relatives meet only each other."""
+
+LINESTYLES: tuple[Any, ...] = (
+    "-",
+    (0, (4, 1.5)),
+    (0, (1, 1.2)),
+    (0, (5, 1.5, 1, 1.5)),
+    (0, (8, 2, 1, 2, 1, 2)),
+    (0, (2, 3)),
+)
+MARKERS = "osD^vP"
+MUTED = "#444444"
+PALE: dict[str, Any] = {"alpha": 0.3, "linewidth": 0.6}
+STEPS = (1, 2, 2.5, 5, 10)
+
+
+def colour_of(name: str) -> str:
+    """The colour of a transition in every figure; an aligned twin has its sibling's, an unknown name a fixed one.
+
+    >>> colour_of("hyperloop_aligned") == colour_of("hyperloop")
+    True
+    """
+    name = name.removesuffix("_aligned")
+    if name in COLOURS:
+        return COLOURS[name]
+    palette = sorted(set(COLOURS.values()) - {COLOURS["none"], COLOURS["vanilla"], COLOURS["operloop"]})
+    return palette[zlib.crc32(name.encode()) % len(palette)]
+
+
+def style_of(name: str) -> dict[str, Any]:
+    """Colour, line style and marker of a transition; an aligned twin is dashed and square."""
+    twin = name.endswith("_aligned")
+    return {"color": colour_of(name), "linestyle": LINESTYLES[twin], "marker": MARKERS[twin]}
+
+
+def styles_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """A style for each run: its transition's, in another shade and dash for the second run of the same transition."""
+    styles, seen = [], dict.fromkeys((run.preset for run in runs), 0)
+    for run in runs:
+        again, style = seen[run.preset], style_of(run.preset)
+        seen[run.preset] += 1
+        if again:
+            hue, light, saturation = colorsys.rgb_to_hls(*to_rgb(style["color"]))
+            light = light * 0.6**again if again % 2 else 1 - (1 - light) * 0.7**again
+            dash = (2 * again + run.preset.endswith("_aligned")) % len(LINESTYLES)
+            style = {
+                "color": to_hex(colorsys.hls_to_rgb(hue, light, saturation)),
+                "linestyle": LINESTYLES[dash],
+                "marker": MARKERS[dash],
+            }
+        styles.append(style)
+    return styles

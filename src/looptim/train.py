@@ -1,0 +1,324 @@
+"""Training: the same command on a laptop and, under torchrun, on many processes.
+
+Everything random is a function of the seed and the step, and nothing else: the batch, the noise of a start, the number
+of loops. A run that was killed and resumed therefore has the losses of one that was not, bit for bit on one machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from . import checkpoint, parallel
+from .config import Config, load_config
+from .count import count
+from .cpu import guard_bf16
+from .data import Dataset, open_data
+from .logs import RunLog, environment
+from .loop import Loop, trace
+from .model import LoopedLM, Output
+from .nn import IGNORE, MoE, balance_update
+from .optim import MuonAdamW, clip_gradients, describe_groups, learning_rate, parameter_groups
+from .parallel import World
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """All that one process of a training run holds."""
+
+    config: Config
+    folder: Path
+    world: World
+    data: Dataset
+    model: LoopedLM
+    optimizer: MuonAdamW
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.train.batch_size * self.config.train.seq_len
+
+
+def train(config: Config, out: str | Path, *, resume: bool = False, force: bool = False, progress: bool = True) -> Path:
+    """Train the model of a recipe into the run directory `out`, which is returned.
+
+    `resume` continues from the last complete checkpoint, or begins if there is none; a changed config is refused with
+    the difference shown unless `force`. Ctrl-C leaves a checkpoint behind.
+    """
+    if config.train.dtype == "bf16" and not torch.cuda.is_available():
+        guard_bf16()
+    folder = Path(out)
+    world = parallel.start()
+    try:
+        _claim(folder, config, world, resume=resume, force=force)
+        run = _prepare(config, folder, world, progress=progress)
+        first_step = _restore(run) if resume else 0
+        with RunLog(folder, config, world, first_step=first_step, progress=progress) as log:
+            _loop(run, log, first_step)
+    finally:
+        parallel.stop(world)
+    return folder
+
+
+def load(folder: str | Path) -> tuple[LoopedLM, Any]:
+    """The model and the tokenizer of a run's last checkpoint."""
+    folder = Path(folder)
+    path = checkpoint.latest(folder)
+    if path is None:
+        raise ValueError(f"{folder} has no complete checkpoint; give the folder of a run that has reached one")
+    config = load_config(folder / "config.toml")
+    model = LoopedLM(config.model, seed=config.train.seed)
+    checkpoint.load(path, model, None, World(0, 1, torch.device("cpu")))
+    return model.eval(), _open(config, progress=False).tokenizer
+
+
+def _open(config: Config, *, progress: bool) -> Dataset:
+    return open_data(config.data, vocab_size=config.model.vocab_size, seq_len=config.train.seq_len, progress=progress)
+
+
+def _claim(folder: Path, config: Config, world: World, *, resume: bool, force: bool) -> None:
+    """Make the run directory this config's, or say why it cannot be."""
+    world.rows(config.train.batch_size)
+    written = folder / "config.toml"
+    if written.is_file():
+        if not resume:
+            raise ValueError(f"{folder} already holds a run; add --resume to continue it, or choose another --out")
+        changes = difference(load_config(written), config)
+        if changes and not force:
+            raise ValueError(f"the config of {folder} has changed ({'; '.join(changes)}); undo that, or add --force")
+    if world.first:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            written.write_text(config.to_toml())
+        except OSError as error:
+            raise ValueError(f"cannot write to {folder}: {error.strerror}; choose another --out") from None
+
+
+def difference(old: Config, new: Config) -> list[str]:
+    """What differs between two configs, as `key: old -> new`."""
+
+    def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+        if isinstance(value, dict) and value:
+            for name, inner in value.items():
+                yield from flat(inner, f"{key}.{name}" if key else name)
+        else:
+            yield key, value
+
+    before, after = dict(flat(old.model_dump())), dict(flat(new.model_dump()))
+    keys = sorted(before.keys() | after.keys())
+    return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if before.get(k) != after.get(k)]
+
+
+def _prepare(config: Config, folder: Path, world: World, *, progress: bool) -> Run:
+    data = _open(config, progress=progress and world.first)
+    model = LoopedLM(config.model, seed=config.train.seed).to(world.device)
+    model.checkpointing = config.train.activation_checkpointing
+    if config.train.compile:
+        model.compile_blocks()
+    parallel.shard(model, world)
+    optimizer = MuonAdamW(parameter_groups(model, lr=config.optim.lr, weight_decay=config.optim.weight_decay))
+    if world.first:
+        record = {**environment(world), "data": data.fingerprint, "groups": describe_groups(optimizer.param_groups)}
+        (folder / "env.json").write_text(json.dumps(record, indent=2))
+    return Run(config, folder, world, data, model, optimizer)
+
+
+def _restore(run: Run) -> int:
+    """Load the last complete checkpoint, if there is one; the number of updates done."""
+    path = checkpoint.latest(run.folder)
+    if path is None:
+        return 0
+    record = checkpoint.load(path, run.model, run.optimizer, run.world)
+    if record["data"] != run.data.fingerprint:
+        raise ValueError(
+            f"the data of {run.folder} has changed since its checkpoint; give it the same data, or a new --out"
+        )
+    return record["step"]
+
+
+def _loop(run: Run, log: RunLog, first_step: int) -> None:
+    settings = run.config.train
+    flops = 3 * sum(count(run.config).flops.values())
+    with StopRequest() as stop:
+        for step in range(first_step, settings.steps):
+            log.update(step, update(run, step), run.tokens_per_step, flops)
+            done = step + 1
+            stopping = stop.agreed(run.world)
+            if (done % settings.valid_every == 0 and not stopping) or done == settings.steps:
+                log.validation(done, validate(run), done * run.tokens_per_step)
+            if done % settings.checkpoint_every == 0 or done == settings.steps or stopping:
+                _save(run, done)
+            if stopping and done < settings.steps:
+                raise KeyboardInterrupt
+
+
+@final
+class StopRequest:
+    """Ctrl-C or SIGTERM lets the update in hand finish, so that what is saved is whole; a second one stops at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            self.before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, *_: Any) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def agreed(self, world: World) -> bool:
+        """Whether any process was asked to stop: all must save the same step."""
+        return bool(world.sum(torch.tensor(int(self.asked), device=world.device)))
+
+
+def _save(run: Run, step: int) -> None:
+    record = {"config": run.config.model_dump(mode="json"), "data": run.data.fingerprint, **environment(run.world)}
+    checkpoint.save(run.folder, step, run.model, run.optimizer, record, run.world)
+    if run.world.first:
+        checkpoint.prune(run.folder, keep_last=run.config.train.keep_last, keep_every=run.config.train.keep_every)
+
+
+def update(run: Run, step: int) -> dict[str, Any]:
+    """One optimizer update, from the global batch of `step`; what there is to log of it."""
+    settings, optim, world = run.config.train, run.config.optim, run.world
+    # All that is random in the forward depends on seed, step and rank alone, so that no generator needs saving.
+    torch.manual_seed(_mix(settings.seed, step, world.rank))
+    rows = world.rows(settings.batch_size)
+    tokens, targets = run.data.batch("train", seed=settings.seed, step=step, batch_size=settings.batch_size, rows=rows)
+    lr = learning_rate(step, peak=optim.lr, minimum=optim.min_lr, warmup=optim.warmup, total=settings.steps)
+    for group in run.optimizer.param_groups:
+        group["lr"] = lr
+    loss, loads = _accumulate(run, tokens.to(world.device), targets.to(world.device), step)
+    norm = clip_gradients(run.model.parameters(), optim.clip)
+    if not math.isfinite(loss) or not torch.isfinite(norm):
+        what = "loss" if not math.isfinite(loss) else "gradient"
+        raise ValueError(
+            f"the {what} of step {step} is not finite; the last checkpoint is kept, lower optim.lr or look at the data"
+        )
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return {"loss": loss, "lr": lr, "grad_norm": norm.item(), **_balance(run, loads)}
+
+
+def _accumulate(run: Run, tokens: Tensor, targets: Tensor, step: int) -> tuple[float, dict[str, Tensor]]:
+    """Gradients of the mean loss over the global batch, in micro-batches; the loss and the experts' loads."""
+    settings, world = run.config.train, run.world
+    size = min(settings.micro_batch or len(tokens), len(tokens))
+    total_targets = world.sum((targets != IGNORE).sum())
+    loads: dict[str, Tensor] = {}
+    loss = torch.zeros((), device=world.device)
+    pieces = list(zip(tokens.split(size), targets.split(size), strict=True))
+    for index, (x, y) in enumerate(pieces):
+        parallel.synchronise_gradients(run.model, last=index == len(pieces) - 1)
+        with _autocast(run):
+            out: Output = run.model.loss(x, y, **sample_loops(run.config, step, len(x)))
+        # Every target of the global batch counts the same, wherever it fell; FSDP then averages over processes.
+        share = (y != IGNORE).sum() / total_targets
+        auxiliary = (out.loss - out.cross_entropy) / (len(pieces) * world.size)
+        (world.size * (share * out.cross_entropy + auxiliary)).backward()
+        loss += share * out.cross_entropy.detach()
+        for name, load in out.loads.items():
+            loads[name] = loads[name] + load if name in loads else load
+    return world.sum(loss).item(), {name: world.sum(load) for name, load in loads.items()}
+
+
+def _autocast(run: Run):
+    bf16 = run.config.train.dtype == "bf16"
+    return torch.autocast(run.world.device.type, torch.bfloat16) if bf16 else nullcontext()
+
+
+def sample_loops(config: Config, step: int, sequences: int) -> dict[str, Any]:
+    """The number of loops of a micro-batch: the layout's, or Huginn's or Parcae's random one.
+
+    Huginn: `Poisson(LogNormal) + 1` with mean `mean` and sigma 1/2, one number for the batch. Parcae:
+    `max(1, Poisson(mean))`, one for each sequence. All processes draw the same for a step.
+    """
+    loops = config.train.loops
+    if loops.scheme == "fixed":
+        return {"grad_loops": loops.grad_loops}
+    generator = torch.Generator().manual_seed(_mix(config.train.seed, step, 0))
+    if loops.scheme == "huginn":
+        sigma = 0.5
+        normal = torch.randn((), generator=generator).item()
+        rate = math.exp(sigma * normal + math.log(loops.mean) - sigma**2 / 2)
+        drawn: int | Tensor = int(torch.poisson(torch.tensor(rate), generator=generator)) + 1
+    else:
+        drawn = torch.poisson(torch.full((sequences,), loops.mean), generator=generator).clamp_min(1).long()
+    return {"loops": drawn, "grad_loops": loops.grad_loops}
+
+
+def _balance(run: Run, loads: dict[str, Tensor]) -> dict[str, Any]:
+    """Move the router biases once, by the loads of the global batch; how unbalanced the experts were."""
+    unbalanced = {}
+    for name, load in loads.items():
+        moe = run.model.get_submodule(name)
+        assert isinstance(moe, MoE)
+        pooled = run.config.model.balance == "pooled"
+        rows = load.sum(0, keepdim=True) if pooled else load[: len(moe.bias)]
+        moe.bias.copy_(balance_update(moe.bias, rows, run.config.model.balance_rate))
+        unbalanced[name] = [round(r, 4) for r in (load.amax(-1) / load.float().mean(-1)).tolist()]
+    if not unbalanced:
+        return {}
+    return {"moe_load_max": max(max(values) for values in unbalanced.values()), "moe_load": unbalanced}
+
+
+@torch.no_grad()
+def validate(run: Run) -> dict[str, Any]:
+    """The mean loss over the first validation batches, and what the loops do on the first of them."""
+    settings, world = run.config.train, run.world
+    rows = world.rows(settings.batch_size)
+    total = torch.zeros(2, dtype=torch.float64, device=world.device)
+    looped = any(isinstance(module, Loop) for module in run.model.modules())
+    values: dict[str, Any] = {}
+    run.model.eval()
+    for index in range(settings.valid_batches):
+        tokens, targets = run.data.batch(
+            "valid", seed=settings.seed, step=index, batch_size=settings.batch_size, rows=rows
+        )
+        tokens, targets = tokens.to(world.device), targets.to(world.device)
+        with _autocast(run), trace(run.model) if looped and index == 0 else nullcontext() as seen:
+            out: Output = run.model.loss(tokens, targets)
+        counted = (targets != IGNORE).sum()
+        total += torch.stack([out.cross_entropy.double() * counted, counted.double()])
+        if seen is not None:
+            values = _loop_statistics(seen)
+    run.model.train()
+    loss, counted = world.sum(total).tolist()
+    return {"valid_loss": loss / counted, **values}
+
+
+def _loop_statistics(seen: Any) -> dict[str, list[float]]:
+    """Means over tokens, one number per loop."""
+
+    def means(tensors: list[Tensor]) -> list[float]:
+        return [round(t.float().mean().item(), 6) for t in tensors]
+
+    return {
+        "step_size": means(seen.step_size),
+        "decay": means(seen.decay),
+        "state_norm": means([Y.float().square().mean((-2, -1)).sqrt() for Y in seen.state]),
+        "objective": means(seen.objective),
+    }
+
+
+def _mix(seed: int, step: int, rank: int) -> int:
+    """One number of three, without collisions in practice."""
+    return (seed * 1_000_003 + step) * 65_537 + rank

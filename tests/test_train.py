@@ -1,0 +1,271 @@
+"""Training: it learns, resumes bit for bit after any kill, and refuses what cannot work with one sentence."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import looptim as lo
+from looptim import checkpoint
+from looptim.config import Config
+from looptim.train import difference, sample_loops
+
+MODEL = {
+    "layout": "1-1x2-1",
+    "width": 32,
+    "vocab_size": 257,
+    "max_length": 32,
+    "tied": True,
+    "pattern": "SF",
+    "heads": 2,
+    "kv_heads": 1,
+    "head_dim": 16,
+    "window": 8,
+    "sliding_rotary": 16,
+    "full_rotary": 8,
+    "dense_layers": 1,
+    "dense_hidden": 64,
+    "experts": 4,
+    "top_k": 2,
+    "expert_hidden": 16,
+    "shared_hidden": 16,
+    "init_std": 0.05,
+    "loop": {"preset": "operloop"},
+}
+
+
+def config(model=None, data=None, optim=None, **train) -> Config:
+    return Config(
+        model={**MODEL, **(model or {})},
+        data={"source": "synthetic:addition", "options": {"digits": 2}, **(data or {})},
+        optim={"lr": 3e-3, "min_lr": 3e-4, "warmup": 2, **(optim or {})},
+        train={
+            "steps": 12,
+            "seq_len": 32,
+            "batch_size": 4,
+            "log_every": 1,
+            "valid_every": 6,
+            "valid_batches": 2,
+            "checkpoint_every": 3,
+            **train,
+        },
+    )
+
+
+def losses(run) -> dict[int, float]:
+    lines = map(json.loads, (Path(run) / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """A run that was never interrupted."""
+    return lo.train(config(), tmp_path_factory.mktemp("runs") / "straight", progress=False)
+
+
+def test_a_run_leaves_what_the_design_says(straight):
+    assert sorted(losses(straight)) == list(range(1, 13))
+    lines = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
+    assert {"step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "mfu", "moe_load"} <= lines[0].keys()
+    valid = next(line for line in lines if "valid_loss" in line)
+    assert len(valid["step_size"]) == len(valid["decay"]) == 2
+    assert len(valid["state_norm"]) == 3
+    assert lo.load_config(straight / "config.toml") == config()
+    record = json.loads((straight / "env.json").read_text())
+    assert {"looptim", "torch", "data", "groups"} <= record.keys()
+    assert [path.name for path in sorted((straight / "checkpoints").iterdir())] == ["step_000009", "step_000012"]
+
+
+def test_the_same_run_twice_has_the_same_losses(straight, tmp_path):
+    assert losses(lo.train(config(), tmp_path / "again", progress=False)) == losses(straight)
+
+
+def test_the_loss_falls(tmp_path):
+    run = lo.train(config(steps=60, checkpoint_every=60, valid_every=60), tmp_path / "run", progress=False)
+    values = list(losses(run).values())
+    assert sum(values[-5:]) < 0.7 * sum(values[:5])
+
+
+def test_load_gives_the_trained_model(straight):
+    model, tokenizer = lo.load(straight)
+    assert not model.training
+    text = "12+34="
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    record = checkpoint.read_record(checkpoint.latest(straight))
+    assert record["step"] == 12
+    assert record["config"]["train"]["steps"] == 12
+
+
+SLOWLY = """
+import sys, time
+import torch.distributed.checkpoint as dcp
+import looptim as lo
+lo.train
+save, module = dcp.save, sys.modules["looptim.train"]
+update = module.update
+# Slow enough that a kill falls inside the run, and often inside the write of a checkpoint.
+dcp.save = lambda *a, **k: (save(*a, **k), time.sleep(0.2))
+module.update = lambda *a: (time.sleep(0.05), update(*a))[1]
+lo.train(lo.load_config(sys.argv[1]), sys.argv[2], resume=True, progress=False)
+"""
+
+
+def test_killed_at_random_moments_it_ends_with_the_same_losses_bit_for_bit(straight, tmp_path):
+    run, recipe, chance = tmp_path / "killed", tmp_path / "recipe.toml", random.Random(0)
+    recipe.write_text(config().to_toml())
+    metrics = run / "metrics.jsonl"
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    kills = 0
+    for attempt in range(5):
+        process = subprocess.Popen([sys.executable, "-c", SLOWLY, str(recipe), str(run)], env=environment)
+        before = metrics.stat().st_mtime_ns if metrics.is_file() else 0
+        # Until it logs, then a random while; the last attempt is left alone.
+        while (
+            attempt < 4 and process.poll() is None and (not metrics.is_file() or metrics.stat().st_mtime_ns == before)
+        ):
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, 1))
+        if attempt < 4 and process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        process.wait(timeout=120)
+    assert process.returncode == 0
+    assert kills >= 2
+    assert losses(run) == losses(straight)
+    assert not list((run / "checkpoints").glob(".*partial"))
+
+
+def test_interrupted_inside_a_checkpoints_write_the_one_before_is_used(straight, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    rename = Path.rename
+
+    def dies(self, target):
+        if self.name == ".step_000006.partial":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", dies)
+    with pytest.raises(KeyboardInterrupt):
+        lo.train(config(), run, progress=False)
+    monkeypatch.undo()
+    assert checkpoint.latest(run).name == "step_000003"
+    lo.train(config(), run, resume=True, progress=False)
+    assert losses(run) == losses(straight)
+
+
+def test_ctrl_c_leaves_a_checkpoint_to_resume_from(straight, tmp_path, monkeypatch):
+    module = sys.modules["looptim.train"]
+    update = module.update
+
+    def stops(run, step):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return update(run, step)
+
+    monkeypatch.setattr(module, "update", stops)
+    with pytest.raises(KeyboardInterrupt):
+        lo.train(config(), tmp_path / "run", progress=False)
+    monkeypatch.undo()
+    assert checkpoint.latest(tmp_path / "run").name == "step_000004"
+    lo.train(config(), tmp_path / "run", resume=True, progress=False)
+    assert losses(tmp_path / "run") == losses(straight)
+
+
+def test_a_full_disk_is_one_sentence_and_no_broken_checkpoint(tmp_path, monkeypatch):
+    module = sys.modules["looptim.checkpoint"]
+
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    lo.train(config(steps=3, valid_every=3), tmp_path / "run", progress=False)
+    monkeypatch.setattr(module, "_write_synced", full)
+    with pytest.raises(OSError, match=r"could not write the checkpoint of step 6 .*No space left on device"):
+        lo.train(config(), tmp_path / "run", resume=True, force=True, progress=False)
+    assert checkpoint.latest(tmp_path / "run").name == "step_000003"
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+
+
+def test_micro_batches_give_the_same_losses(straight, tmp_path):
+    run = lo.train(config(micro_batch=1), tmp_path / "run", progress=False)
+    for step, loss in losses(straight).items():
+        assert losses(run)[step] == pytest.approx(loss, rel=2e-4)
+
+
+@pytest.mark.parametrize("change", [{"activation_checkpointing": True}, {"dtype": "bf16"}, {"keep_every": 3}])
+def test_options_of_a_run(straight, tmp_path, change):
+    run = lo.train(config(**change), tmp_path / "run", progress=False)
+    assert losses(run)[12] == pytest.approx(losses(straight)[12], rel=0.05)
+    if "keep_every" in change:
+        assert len(list((run / "checkpoints").iterdir())) == 4
+
+
+@pytest.mark.parametrize("scheme", ["huginn", "parcae"])
+def test_loop_counts_can_be_sampled_and_backpropagation_truncated(tmp_path, scheme):
+    shared = {"loop": {"preset": "huginn"}}
+    sampled = config(model=shared, loops={"scheme": scheme, "mean": 4.0, "grad_loops": 2}, steps=4, valid_every=4)
+    run = lo.train(sampled, tmp_path / "run", progress=False)
+    assert all(map(torch.isfinite, map(torch.tensor, losses(run).values())))
+    draws = [sample_loops(sampled, step, 64)["loops"] for step in range(200)]
+    mean = torch.stack([torch.as_tensor(d).float().mean() for d in draws]).mean().item()
+    assert mean == pytest.approx(5.0 if scheme == "huginn" else 4.0, rel=0.15)
+    assert str(draws[3]) == str(sample_loops(sampled, 3, 64)["loops"])
+
+
+def test_the_router_biases_move_once_per_update(tmp_path):
+    run = lo.train(config(steps=4, valid_every=4, checkpoint_every=4, micro_batch=2), tmp_path / "run", progress=False)
+    model, _ = lo.load(run)
+    for name, buffer in model.named_buffers():
+        if name.endswith("feedforward.bias"):
+            assert buffer.abs().max() > 0
+            assert buffer.abs().max() <= 4 * 5e-3 + 1e-7
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path):
+    run = tmp_path / "run"
+    lo.train(config(steps=6, valid_every=6), run, progress=False)
+    with pytest.raises(ValueError, match=r"the (loss|gradient) of step \d+ is not finite; the last checkpoint is kept"):
+        lo.train(config(steps=100, optim={"lr": 1e6}), run, resume=True, force=True, progress=False)
+    assert checkpoint.latest(run) is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {"max_length": 16}}, r"train.seq_len \(32\) must not exceed model.max_length \(16\)"),
+        ({"optim": {"warmup": 12}}, r"optim.warmup \(12\) must be less than train.steps \(12\)"),
+        ({"optim": {"min_lr": 1.0}}, r"optim.min_lr \(1.0\) must not exceed optim.lr"),
+        ({"data": {"source": "synthetic:additon"}}, "addition"),
+        ({"model": {"vocab_size": 100}}, "100"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_sentence(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message) as error:
+        lo.train(config(**change), tmp_path / "run", progress=False)
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_is_not_overwritten_nor_continued_with_another_config(straight, tmp_path):
+    with pytest.raises(ValueError, match="already holds a run; add --resume"):
+        lo.train(config(), straight, progress=False)
+    changed = config(optim={"lr": 1e-3})
+    with pytest.raises(ValueError, match=r"has changed \(optim.lr: 0.003 -> 0.001\); undo that, or add --force"):
+        lo.train(changed, straight, resume=True, progress=False)
+    assert difference(config(), changed) == ["optim.lr: 0.003 -> 0.001"]
+
+
+def test_an_unwritable_folder_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot write to"):
+        lo.train(config(), tmp_path / "file" / "run", progress=False)
+
+
+def test_a_run_without_a_checkpoint_cannot_be_loaded(tmp_path):
+    with pytest.raises(ValueError, match="has no complete checkpoint"):
+        lo.load(tmp_path)
