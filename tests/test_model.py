@@ -241,7 +241,7 @@ def test_a_wrong_preset_or_option_is_found_before_anything_is_allocated():
 
 @pytest.mark.parametrize("layout", ["4", "2-2x3-1"])
 def test_flops_agree_with_torchs_counter_on_a_real_forward(layout):
-    """Everything but the transition's elementwise work, and attention scores, of which torch counts the whole square."""
+    """All but the transition's elementwise work, and attention scores, of which torch counts the whole square."""
     T = 16
     preset = "none" if layout == "4" else "operloop"
     small = config(layout, preset, window=T)

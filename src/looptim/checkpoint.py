@@ -9,7 +9,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -37,7 +36,7 @@ def save(run: Path, step: int, model: LoopedLM, optimizer: Optimizer, record: di
     if world.first:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-    _barrier(world)
+    world.wait()
     try:
         weights, state = get_state_dict(model, optimizer)
         # Shard files are synced by DCP's writer; the record and the folders by us.
@@ -54,7 +53,7 @@ def save(run: Path, step: int, model: LoopedLM, optimizer: Optimizer, record: di
         if isinstance(_inner(error), KeyboardInterrupt):
             raise KeyboardInterrupt from None
         raise OSError(f"could not write the checkpoint of step {step} to {final.parent}: {_cause(error)}") from error
-    _barrier(world)
+    world.wait()
     return final
 
 
@@ -95,11 +94,6 @@ def prune(run: Path, *, keep_last: int, keep_every: int | None) -> None:
         step = int(path.name.removeprefix("step_"))
         if keep_every is None or step % keep_every:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _barrier(world: World) -> None:
-    if world.size > 1:
-        dist.barrier()
 
 
 def _write_synced(path: Path, text: str) -> None:

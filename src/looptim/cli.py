@@ -241,9 +241,10 @@ def main() -> None:
         _fail(str(error))
     except Exception as error:
         # typer's usage errors: their base class is not public, the method that words them is.
-        if not hasattr(error, "format_message"):
+        message = getattr(error, "format_message", None)
+        if message is None:
             raise
-        _fail(error.format_message())
+        _fail(message())
     else:
         sys.exit(status if isinstance(status, int) else 0)
 

@@ -317,6 +317,7 @@ def _parse_override(text: str) -> dict[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise ValueError(f"--set {text!r} must have the form key=value, as in --set loop.preset=hyperloop")
+    parsed: Any
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from typing import Any, final
 
 import torch
@@ -15,6 +14,7 @@ from .loop import Loop
 from .model import LoopedLM
 
 VOCABULARY = ("embedding", "head")
+FLOP_PARTS = ("attention", "attention scores", "dense FFN", "routed", "shared", "router", "transition", "head")
 
 
 @final
@@ -121,7 +121,7 @@ def count(config: Config | ModelConfig, *, seq_len: int | None = None) -> Count:
 
 
 def _parameters(model: LoopedLM) -> dict[str, int]:
-    parts = dict.fromkeys(
+    parts: dict[str, int] = dict.fromkeys(
         ("attention", "dense FFN", "routed", "shared", "router", "norms", "transition", "embedding", "head"), 0
     )
     for name, parameter in model.named_parameters():
@@ -159,7 +159,7 @@ def _flops(config: ModelConfig, model: LoopedLM, layers: list[Layer], seq_len: i
     width, attention_width = config.width, config.heads * config.head_dim
     kv_width = config.kv_heads * config.head_dim
     swiglu = 2 * 3 * width
-    flops: Counter[str] = Counter()
+    flops: dict[str, float] = dict.fromkeys(FLOP_PARTS, 0)
     for layer in layers:
         flops["attention"] += 2 * width * (2 * attention_width + 2 * kv_width)
         window = config.window if layer.kind == "S" else seq_len
@@ -172,8 +172,7 @@ def _flops(config: ModelConfig, model: LoopedLM, layers: list[Layer], seq_len: i
             flops["router"] += 2 * width * config.experts
     flops["head"] = 2 * width * config.vocab_size
     flops["transition"] = sum(transition_flops(loop) for loop in model.loops if isinstance(loop, Loop))
-    parts = ("attention", "attention scores", "dense FFN", "routed", "shared", "router", "transition", "head")
-    return {part: flops[part] for part in parts}
+    return flops
 
 
 def mean_keys(seq_len: int, window: int) -> float:

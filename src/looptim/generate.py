@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -36,7 +36,8 @@ def generate(
     if seed is not None:
         torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
-    out = wrap(model.eval(), loops=loops).generate(
+    wrapped: Any = wrap(model.eval(), loops=loops)
+    out = wrapped.generate(
         torch.tensor([ids]),
         attention_mask=torch.ones(1, len(ids), dtype=torch.long),
         max_new_tokens=min(max_new_tokens, room),
@@ -59,7 +60,7 @@ def complete(
     loops: int | None = None,
 ) -> list[str]:
     """Greedy continuations of many prompts, up to `stop`, left-padded in batches through the KV cache."""
-    wrapped = wrap(model.eval(), loops=loops)
+    wrapped: Any = wrap(model.eval(), loops=loops)
     ends = {tokenizer.eos, *tokenizer.encode(stop)[-1:]}
     answers: list[str] = []
     for first in range(0, len(prompts), batch_size):

@@ -65,7 +65,7 @@ class LoopedLM(nn.Module):
         self.norm = RMSNorm(config.width, config.norm_eps)
         self.head = Head(config.width, vocab_size=config.vocab_size)
         if config.tied:
-            self.head.weight = self.embedding.weight
+            self.head.weight = cast(nn.Parameter, self.embedding.weight)
         self.init_weights(seed)
         self.checkpointing = False
 

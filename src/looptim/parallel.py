@@ -44,6 +44,11 @@ class World:
             dist.all_reduce(value)
         return value
 
+    def wait(self) -> None:
+        """Until all processes are here."""
+        if self.size > 1:
+            dist.barrier()
+
 
 def start() -> World:
     """Join the processes `torchrun` started, or be the only one."""

@@ -60,8 +60,9 @@ def train(config: Config, out: str | Path, *, resume: bool = False, force: bool 
     folder = Path(out)
     world = parallel.start()
     try:
-        _claim(folder, config, world, resume=resume, force=force)
-        run = _prepare(config, folder, world, progress=progress)
+        _check(folder, config, world, resume=resume, force=force)
+        data = _open_together(config, world, progress=progress)
+        run = _prepare(config, folder, world, data)
         first_step = _restore(run) if resume else 0
         with RunLog(folder, config, world, first_step=first_step, progress=progress) as log:
             _loop(run, log, first_step)
@@ -86,22 +87,29 @@ def _open(config: Config, *, progress: bool) -> Dataset:
     return open_data(config.data, vocab_size=config.model.vocab_size, seq_len=config.train.seq_len, progress=progress)
 
 
-def _claim(folder: Path, config: Config, world: World, *, resume: bool, force: bool) -> None:
-    """Make the run directory this config's, or say why it cannot be."""
+def _open_together(config: Config, world: World, *, progress: bool) -> Dataset:
+    """The data, tokenised by the first process and found ready by the others; that it has a batch is seen at once."""
+    if not world.first:
+        world.wait()
+    data = _open(config, progress=progress and world.first)
+    if world.first:
+        world.wait()
+    for split in ("train", "valid"):
+        data.batch(split, seed=0, step=0, batch_size=config.train.batch_size, rows=slice(0, 1))
+    return data
+
+
+def _check(folder: Path, config: Config, world: World, *, resume: bool, force: bool) -> None:
+    """Whether the run directory can be this config's; nothing is written yet."""
     world.rows(config.train.batch_size)
     written = folder / "config.toml"
-    if written.is_file():
-        if not resume:
-            raise ValueError(f"{folder} already holds a run; add --resume to continue it, or choose another --out")
-        changes = difference(load_config(written), config)
-        if changes and not force:
-            raise ValueError(f"the config of {folder} has changed ({'; '.join(changes)}); undo that, or add --force")
-    if world.first:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            written.write_text(config.to_toml())
-        except OSError as error:
-            raise ValueError(f"cannot write to {folder}: {error.strerror}; choose another --out") from None
+    if not written.is_file():
+        return
+    if not resume:
+        raise ValueError(f"{folder} already holds a run; add --resume to continue it, or choose another --out")
+    changes = difference(load_config(written), config)
+    if changes and not force:
+        raise ValueError(f"the config of {folder} has changed ({'; '.join(changes)}); undo that, or add --force")
 
 
 def difference(old: Config, new: Config) -> list[str]:
@@ -119,8 +127,8 @@ def difference(old: Config, new: Config) -> list[str]:
     return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if before.get(k) != after.get(k)]
 
 
-def _prepare(config: Config, folder: Path, world: World, *, progress: bool) -> Run:
-    data = _open(config, progress=progress and world.first)
+def _prepare(config: Config, folder: Path, world: World, data: Dataset) -> Run:
+    """Build everything, then make the run directory."""
     model = LoopedLM(config.model, seed=config.train.seed).to(world.device)
     model.checkpointing = config.train.activation_checkpointing
     if config.train.compile:
@@ -129,7 +137,12 @@ def _prepare(config: Config, folder: Path, world: World, *, progress: bool) -> R
     optimizer = MuonAdamW(parameter_groups(model, lr=config.optim.lr, weight_decay=config.optim.weight_decay))
     if world.first:
         record = {**environment(world), "data": data.fingerprint, "groups": describe_groups(optimizer.param_groups)}
-        (folder / "env.json").write_text(json.dumps(record, indent=2))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "env.json").write_text(json.dumps(record, indent=2))
+            (folder / "config.toml").write_text(config.to_toml())
+        except OSError as error:
+            raise ValueError(f"cannot write to {folder}: {error.strerror}; choose another --out") from None
     return Run(config, folder, world, data, model, optimizer)
 
 

@@ -1,6 +1,6 @@
 """Corpora, tokenizers, packed batches that are pure functions of (seed, step), and synthetic reasoning tasks."""
 
-from .config import DataConfig
+from ..config import DataConfig
 from .dataset import Dataset
 from .opening import open_data
 from .tasks import TASKS, Example, Task, evaluate_exact_match, find_task

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal, final
 
+from ..config import DataConfig
 from .cache import digest, worded, write_text
-from .config import DataConfig
 from .files import Document
 from .progress import bar
 from .sources import Source, find_source, find_valid_source

@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..config import DataConfig
 from .cache import building, cache_folder, digest, write_text
-from .config import DataConfig
 from .corpus import SPLITS, Corpus, Split, find_corpus
 from .dataset import Dataset, PackedDataset
 from .progress import bar

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, final
 
+from ..config import DataConfig
 from .cache import digest
-from .config import DataConfig
 from .files import Document, read_documents, row_document
 
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}

@@ -215,9 +215,9 @@ class Loop(nn.Module):
     ) -> Float[Tensor, "B T d"]:
         """Loop over `e`, the prelude output. `blocks(o, step)`, or `blocks(o)`, is the shared stack.
 
-        A shared transition takes another number of `steps`, also one per sequence: all end together, and a sequence with
-        fewer steps waits at its start. `grad_steps` truncates backpropagation to the last so many steps (Huginn, Parcae).
-        `observe` is called with every step's transition and record; `trace` is built on it.
+        A shared transition takes another number of `steps`, also one per sequence: all end together, and a sequence
+        with fewer steps waits at its start. `grad_steps` truncates backpropagation to the last so many steps (Huginn,
+        Parcae). `observe` is called with every step's transition and record; `trace` is built on it.
         """
         if e.dim() != 3 or e.shape[-1] != self.width:
             raise ValueError(

@@ -8,12 +8,12 @@ from .norm import RMSNorm
 from .rope import apply_rope, rope_table
 
 __all__ = [
+    "IGNORE",
     "Attention",
     "Block",
     "CausalSlot",
     "Experts",
     "Head",
-    "IGNORE",
     "MoE",
     "MoEStats",
     "RMSNorm",

@@ -20,8 +20,8 @@ IGNORE = -100
 class Head(nn.Module):
     """`logits = W h` in fp32 (float64 stays), or their mean cross entropy if targets are given.
 
-    >>> head = Head(4, vocab_size=8)
-    >>> head(torch.zeros(2, 3, 4)).shape, round(head(torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.long)).item(), 4)
+    >>> head, h, targets = Head(4, vocab_size=8), torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.long)
+    >>> head(h).shape, round(head(h, targets).item(), 4)
     (torch.Size([2, 3, 8]), 2.0794)
     """
 
@@ -46,9 +46,9 @@ class Head(nn.Module):
 class LinearCrossEntropy(torch.autograd.Function):
     """The summed cross entropy of `W h`, its gradients computed in the forward pass, a chunk of tokens at a time.
 
-    For logits `s = W h` and target `y`: `L = logsumexp(s) - s_y`, `dL/ds = softmax(s) - onehot(y)`. The logits of a chunk are
-    turned into that derivative in place and used at once for `dL/dh` and `dL/dW`: three matmuls in all, as the plain form
-    has, and at most `chunk` rows of logits alive.
+    For logits `s = W h` and target `y`: `L = logsumexp(s) - s_y`, `dL/ds = softmax(s) - onehot(y)`. The logits of a
+    chunk are turned into that derivative in place and used at once for `dL/dh` and `dL/dW`: three matmuls in all, as
+    the plain form has, and at most `chunk` rows of logits alive.
     """
 
     @staticmethod

@@ -1,0 +1,127 @@
+"""From a recipe to text on the command line: train, resume, generate, export, report."""
+
+import json
+import subprocess
+
+import pytest
+import torch
+from test_cli import LOOPTIM, run
+from test_train import config
+
+import looptim as lo
+from looptim.data import TASKS, evaluate_exact_match
+from looptim.export import open_model
+from looptim.generate import complete
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run made by the command line."""
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "recipe.toml").write_text(config().to_toml())
+    done = run("train", str(folder / "recipe.toml"), "--out", str(folder / "run"))
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+def test_train_says_how_it_goes_and_exports(trained):
+    assert (trained / "model" / "model.safetensors").is_file()
+    again = run("train", str(trained.parent / "recipe.toml"), "--out", str(trained))
+    assert (again.returncode, again.stderr.count("\n")) == (2, 1)
+    assert "already holds a run; add --resume" in again.stderr
+    resumed = run("train", str(trained.parent / "recipe.toml"), "--out", str(trained), "--resume", "--no-export")
+    assert resumed.returncode == 0, resumed.stderr
+
+
+def test_generate_streams_the_same_text_from_the_run_and_from_the_exported_folder(trained):
+    flags = ("--max-new-tokens", "12", "--seed", "3", "--top-k", "20")
+    from_run, exported = (run("generate", str(path), "12+34=", *flags) for path in (trained, trained / "model"))
+    assert from_run.returncode == exported.returncode == 0, from_run.stderr + exported.stderr
+    assert from_run.stdout == exported.stdout
+    assert from_run.stdout.startswith("12+34=")
+    piped = subprocess.run(
+        [LOOPTIM, "generate", str(trained), "-", *flags], input="12+34=", capture_output=True, text=True
+    )
+    assert piped.stdout == from_run.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "RUN", "1", "--loops", "5"], "loop-specific parameters for 2 steps and cannot run 5"),
+        (["generate", "nowhere", "1"], "nowhere is neither a run nor an exported model"),
+        (["generate", "RUN", "1" * 40], "the prompt has 40 tokens, but max_length is 32"),
+        (["generate", "RUN", "1", "--temperature", "-1"], "temperature must not be negative"),
+        (["export", "nowhere", "there"], "has no complete checkpoint"),
+        (["report", "nowhere"], "nowhere"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_status_2(trained, arguments, message):
+    done = run(*(str(trained) if a == "RUN" else a for a in arguments))
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_report_draws_a_run(trained):
+    done = run("report", str(trained))
+    assert done.returncode == 0, done.stderr
+    page = trained / "report" / "index.html"
+    assert done.stdout.strip() == str(page)
+    assert "http" not in page.read_text().replace("http://www.w3.org", "").replace("https://www.w3.org", "")
+
+
+def test_greedy_generation_equals_the_argmax_of_the_full_forward(trained):
+    model, tokenizer = lo.load(trained)
+    prompt = "12+34="
+    text = lo.generate(model, tokenizer, prompt, max_new_tokens=10, temperature=0)
+    ids = tokenizer.encode(prompt)
+    for _ in range(10):
+        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+        if ids[-1] == tokenizer.eos:
+            break
+    assert text == tokenizer.decode(ids[len(tokenizer.encode(prompt)) :])
+
+
+def test_streaming_gives_the_text_in_pieces(trained):
+    model, tokenizer = lo.load(trained)
+    pieces = []
+    text = lo.generate(model, tokenizer, "1", max_new_tokens=20, seed=0, stream=pieces.append)
+    assert "".join(pieces) == text
+    assert len(pieces) > 2
+
+
+def test_prompts_of_a_batch_do_not_depend_on_each_other(trained):
+    model, tokenizer = open_model(trained / "model")
+    prompts = ["1+2=", "12+34=", "7", "99+99="]
+    together = complete(model, tokenizer, prompts, max_new_tokens=6)
+    assert together == [complete(model, tokenizer, [prompt], max_new_tokens=6)[0] for prompt in prompts]
+
+
+@pytest.mark.slow
+def test_two_digit_addition_is_learned_in_the_documented_budget(tmp_path):
+    from test_paper import RECIPES
+
+    recipe = lo.load_config(RECIPES / "addition.toml")
+    model, tokenizer = lo.load(lo.train(recipe, tmp_path / "run", progress=False))
+    accuracy = evaluate_exact_match(
+        TASKS["addition"],
+        lambda prompts: complete(model, tokenizer, prompts, max_new_tokens=5),
+        count=200,
+        seed=0,
+        knobs={"digits": 2},
+    )
+    assert accuracy > 0.95
+
+
+@pytest.mark.slow
+def test_nano_reaches_the_loss_the_readme_states(tmp_path):
+    from test_paper import RECIPES
+
+    run_folder = lo.train(lo.load_config(RECIPES / "nano.toml"), tmp_path / "run", progress=False)
+    last = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()][-1]
+    assert last["valid_loss"] == pytest.approx(NANO_LOSS, abs=NANO_TOLERANCE)
+
+
+NANO_LOSS, NANO_TOLERANCE = 0.0, 0.0
+"""The mean validation loss of three seeds, and four of their standard deviations or more."""

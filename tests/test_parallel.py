@@ -1,0 +1,80 @@
+"""Two processes under torchrun: the losses of one, checkpoints that load on either, one sentence for mistakes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_train import config, losses
+
+import looptim as lo
+
+
+def run_training(processes, recipe, out, *extra):
+    """`looptim train` as a user starts it, on this many processes."""
+    launch = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
+        if processes > 1
+        else ["-m"]
+    )
+    command = [sys.executable, *launch, "looptim", "train", str(recipe), "--out", str(out), "--no-export", *extra]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+
+
+@pytest.fixture(scope="module")
+def twenty_steps(tmp_path_factory):
+    """OperLoop with MoE and Muon for 20 steps: the recipe, and the run of one process, which also stopped at ten."""
+    folder = tmp_path_factory.mktemp("parallel")
+    recipe = folder / "recipe.toml"
+    recipe.write_text(config(steps=20, valid_every=10, checkpoint_every=10).to_toml())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    lo.train(lo.load_config(recipe), folder / "one", progress=False)
+    torch.set_num_threads(threads)
+    return recipe, folder / "one"
+
+
+def test_two_processes_give_the_losses_of_one(twenty_steps, tmp_path):
+    recipe, one = twenty_steps
+    done = run_training(2, recipe, tmp_path / "two")
+    assert done.returncode == 0, done.stderr
+    expected, got = losses(one), losses(tmp_path / "two")
+    assert expected.keys() == got.keys()
+    for step, loss in expected.items():
+        assert got[step] == pytest.approx(loss, rel=1e-5), step
+
+    def last_validation(run):
+        return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-1]["valid_loss"]
+
+    assert last_validation(tmp_path / "two") == pytest.approx(last_validation(one), rel=1e-5)
+    # The checkpoint two processes wrote loads on one.
+    model, _ = lo.load(tmp_path / "two")
+    reference, _ = lo.load(one)
+    for (name, a), b in zip(model.state_dict().items(), reference.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_checkpoint_of_one_process_continues_on_two(twenty_steps, tmp_path):
+    recipe, one = twenty_steps
+    half = tmp_path / "half"
+    (half / "checkpoints").mkdir(parents=True)
+    for name in ("config.toml", "env.json", "checkpoints/step_000010"):
+        (half / name).symlink_to(one / name)
+    done = run_training(2, recipe, half, "--resume")
+    assert done.returncode == 0, done.stderr
+    for step, loss in losses(half).items():
+        assert loss == pytest.approx(losses(one)[step], rel=1e-5), step
+    assert max(losses(half)) == 20
+
+
+def test_more_processes_than_the_batch_can_feed(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(config(batch_size=3).to_toml())
+    done = run_training(2, recipe, tmp_path / "run")
+    assert done.returncode != 0
+    assert "train.batch_size (3) must be a multiple of the number of processes (2)" in done.stderr
+    assert not Path(tmp_path / "run").exists()
