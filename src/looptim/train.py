@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -63,6 +64,8 @@ def train(config: Config, out: str | Path, *, resume: bool = False, force: bool 
         _check(folder, config, world, resume=resume, force=force)
         data = _open_together(config, world, progress=progress)
         run = _prepare(config, folder, world, data)
+        if progress and world.first:
+            _introduce(run)
         first_step = _restore(run) if resume else 0
         with RunLog(folder, config, world, first_step=first_step, progress=progress) as log:
             _loop(run, log, first_step)
@@ -144,6 +147,19 @@ def _prepare(config: Config, folder: Path, world: World, data: Dataset) -> Run:
         except OSError as error:
             raise ValueError(f"cannot write to {folder}: {error.strerror}; choose another --out") from None
     return Run(config, folder, world, data, model, optimizer)
+
+
+def _introduce(run: Run) -> None:
+    """Say what is about to be trained, and which optimizer each parameter went to."""
+    counted = count(run.config)
+    print(
+        f"{run.folder}: {counted.name}, {sum(counted.parameters.values()):,} parameters "
+        f"({sum(counted.active.values()):,} active), {run.tokens_per_step:,} tokens an update",
+        file=sys.stderr,
+    )
+    for group in describe_groups(run.optimizer.param_groups):
+        size = f"{group['parameters']:,} parameters in {group['tensors']} tensors"
+        print(f"  {group['name']}: {group['kind']}, {size}, weight decay {group['weight_decay']:g}", file=sys.stderr)
 
 
 def _restore(run: Run) -> int:

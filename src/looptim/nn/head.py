@@ -17,7 +17,7 @@ IGNORE = -100
 """Targets that do not count."""
 
 
-class Head(nn.Module):
+class Head(nn.Linear):
     """`logits = W h` in fp32 (float64 stays), or their mean cross entropy if targets are given.
 
     >>> head, h, targets = Head(4, vocab_size=8), torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.long)
@@ -26,8 +26,7 @@ class Head(nn.Module):
     """
 
     def __init__(self, width: int, *, vocab_size: int, chunk: int = 1024):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, width).normal_(std=0.006))
+        super().__init__(width, vocab_size, bias=False)
         self.chunk = chunk
 
     def forward(
