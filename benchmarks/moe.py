@@ -9,12 +9,11 @@ Routing is random, without a router: the ratio is what dispatch and small matric
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from timing import medians
 from torch import Tensor, nn
 
 from looptim.nn import Experts, Routing, SwiGLU
@@ -40,21 +39,6 @@ def random_routing(tokens: int, experts: int, top_k: int, device: str) -> Routin
     scores = torch.rand(tokens, experts, device=device)
     weights, indices = scores.topk(top_k)
     return Routing(indices, weights / weights.sum(-1, keepdim=True), scores)
-
-
-def seconds(run: Callable[[], None], device: str) -> float:
-    start = time.perf_counter()
-    run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def medians(variants: dict[str, Callable[[], None]], repeats: int, device: str) -> dict[str, float]:
-    for run in variants.values():
-        seconds(run, device)
-    times = [{name: seconds(run, device) for name, run in variants.items()} for _ in range(repeats)]
-    return {name: statistics.median(turn[name] for turn in times) for name in variants}
 
 
 def training_call(module: nn.Module, x: Tensor, *args: Routing) -> Callable[[], None]:

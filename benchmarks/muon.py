@@ -10,13 +10,12 @@ is what looptim does. The cost of a step does not depend on the tokens: larger b
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
+from timing import medians
 
 from looptim.config import ModelConfig
 from looptim.model import LoopedLM
@@ -66,21 +65,6 @@ def variants(model: LoopedLM) -> dict[str, Callable[[], None]]:
         "Muon, batched": batched,
         "Muon, batched, Gram": optimizer.step,
     }
-
-
-def seconds(run: Callable[[], None], device: str) -> float:
-    start = time.perf_counter()
-    run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def medians(calls: dict[str, Callable[[], None]], repeats: int, device: str) -> dict[str, float]:
-    for run in calls.values():
-        seconds(run, device)
-    times = [{name: seconds(run, device) for name, run in calls.items()} for _ in range(repeats)]
-    return {name: statistics.median(turn[name] for turn in times) for name in calls}
 
 
 def main() -> None:

@@ -4,10 +4,9 @@ python benchmarks/transition.py [--quick] [--width 256] [--compile]
 """
 
 import argparse
-import statistics
-import time
 
 import torch
+from timing import medians
 
 from looptim.config import ModelConfig
 from looptim.model import LoopedLM
@@ -58,20 +57,17 @@ def main() -> None:
         for m in models.values():
             m.compile_blocks()
     h = torch.randn(4, arguments.tokens, arguments.width, requires_grad=True)
-    times = {preset: [] for preset in PRESETS}
-    for repeat in range(1 + (3 if arguments.quick else arguments.repeats)):
-        # Interleaved, so that a slow moment of the machine falls on all of them.
-        for preset, m in models.items():
-            start = time.perf_counter()
-            m.hidden(h)[0].sum().backward()
-            if repeat:
-                times[preset].append(time.perf_counter() - start)
-    vanilla = statistics.median(times["vanilla"])
+
+    def training_call(m: LoopedLM):
+        return lambda: m.hidden(h)[0].sum().backward()
+
+    calls = {preset: training_call(m) for preset, m in models.items()}
+    times = medians(calls, 3 if arguments.quick else arguments.repeats, "cpu")
     threads = torch.get_num_threads()
     print(f"width {arguments.width}, 4 x {arguments.tokens} tokens, 4 blocks looped 3 times, {threads} threads")
     print("| transition | time over the vanilla loop |\n|---|---|")
     for preset in PRESETS:
-        print(f"| {preset} | {statistics.median(times[preset]) / vanilla:.3f} |")
+        print(f"| {preset} | {times[preset] / times['vanilla']:.3f} |")
 
 
 if __name__ == "__main__":

@@ -8,12 +8,11 @@ Figures are ratios of medians inside one run; the variants take turns, so that a
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from timing import medians
 from torch import Tensor
 
 from looptim.nn import causal_attention
@@ -34,21 +33,6 @@ def boolean_mask(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 def looptim(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     return causal_attention(q, k, v, window=window)
-
-
-def seconds(run: Callable[[], None], device: str) -> float:
-    start = time.perf_counter()
-    run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def medians(variants: dict[str, Callable[[], None]], repeats: int, device: str) -> dict[str, float]:
-    for run in variants.values():
-        seconds(run, device)
-    times = [{name: seconds(run, device) for name, run in variants.items()} for _ in range(repeats)]
-    return {name: statistics.median(turn[name] for turn in times) for name in variants}
 
 
 def training_call(function: Callable, inputs: list[Tensor], window: int) -> Callable[[], None]:

@@ -15,7 +15,8 @@ import torch
 import looptim as lo
 from looptim import checkpoint
 from looptim.config import Config
-from looptim.train import difference, sample_loops
+from looptim.train import difference
+from looptim.updates import sample_loops
 
 MODEL = {
     "layout": "1-1x2-1",

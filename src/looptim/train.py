@@ -6,19 +6,15 @@ of loops. A run that was killed and resumed therefore has the losses of one that
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch import Tensor
 
 from . import checkpoint, parallel
 from .config import Config, load_config
@@ -26,28 +22,10 @@ from .count import count
 from .cpu import guard_bf16
 from .data import Dataset, open_data
 from .logs import RunLog, environment
-from .loop import Loop, trace
-from .model import LoopedLM, Output
-from .nn import IGNORE, MoE, balance_update
-from .optim import MuonAdamW, clip_gradients, describe_groups, learning_rate, parameter_groups
+from .model import LoopedLM
+from .optim import MuonAdamW, describe_groups, parameter_groups
 from .parallel import World
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """All that one process of a training run holds."""
-
-    config: Config
-    folder: Path
-    world: World
-    data: Dataset
-    model: LoopedLM
-    optimizer: MuonAdamW
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.config.train.batch_size * self.config.train.seq_len
+from .updates import Run, update, validate
 
 
 def train(config: Config, out: str | Path, *, resume: bool = False, force: bool = False, progress: bool = True) -> Path:
@@ -223,131 +201,3 @@ def _save(run: Run, step: int) -> None:
     checkpoint.save(run.folder, step, run.model, run.optimizer, record, run.world)
     if run.world.first:
         checkpoint.prune(run.folder, keep_last=run.config.train.keep_last, keep_every=run.config.train.keep_every)
-
-
-def update(run: Run, step: int) -> dict[str, Any]:
-    """One optimizer update, from the global batch of `step`; what there is to log of it."""
-    settings, optim, world = run.config.train, run.config.optim, run.world
-    # All that is random in the forward depends on seed, step and rank alone, so that no generator needs saving.
-    torch.manual_seed(_mix(settings.seed, step, world.rank))
-    rows = world.rows(settings.batch_size)
-    tokens, targets = run.data.batch("train", seed=settings.seed, step=step, batch_size=settings.batch_size, rows=rows)
-    lr = learning_rate(step, peak=optim.lr, minimum=optim.min_lr, warmup=optim.warmup, total=settings.steps)
-    for group in run.optimizer.param_groups:
-        group["lr"] = lr
-    loss, loads = _accumulate(run, tokens.to(world.device), targets.to(world.device), step)
-    norm = clip_gradients(run.model.parameters(), optim.clip)
-    if not math.isfinite(loss) or not torch.isfinite(norm):
-        what = "loss" if not math.isfinite(loss) else "gradient"
-        raise ValueError(
-            f"the {what} of step {step} is not finite; the last checkpoint is kept, lower optim.lr or look at the data"
-        )
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-    return {"loss": loss, "lr": lr, "grad_norm": norm.item(), **_balance(run, loads)}
-
-
-def _accumulate(run: Run, tokens: Tensor, targets: Tensor, step: int) -> tuple[float, dict[str, Tensor]]:
-    """Gradients of the mean loss over the global batch, in micro-batches; the loss and the experts' loads."""
-    settings, world = run.config.train, run.world
-    size = min(settings.micro_batch or len(tokens), len(tokens))
-    total_targets = world.sum((targets != IGNORE).sum())
-    loads: dict[str, Tensor] = {}
-    loss = torch.zeros((), device=world.device)
-    pieces = list(zip(tokens.split(size), targets.split(size), strict=True))
-    for index, (x, y) in enumerate(pieces):
-        parallel.synchronise_gradients(run.model, last=index == len(pieces) - 1)
-        with _autocast(run):
-            out: Output = run.model.loss(x, y, **sample_loops(run.config, step, len(x)))
-        # Every target of the global batch counts the same, wherever it fell; FSDP then averages over processes.
-        share = (y != IGNORE).sum() / total_targets
-        auxiliary = (out.loss - out.cross_entropy) / (len(pieces) * world.size)
-        (world.size * (share * out.cross_entropy + auxiliary)).backward()
-        loss += share * out.cross_entropy.detach()
-        for name, load in out.loads.items():
-            loads[name] = loads[name] + load if name in loads else load
-    return world.sum(loss).item(), {name: world.sum(load) for name, load in loads.items()}
-
-
-def _autocast(run: Run):
-    bf16 = run.config.train.dtype == "bf16"
-    return torch.autocast(run.world.device.type, torch.bfloat16) if bf16 else nullcontext()
-
-
-def sample_loops(config: Config, step: int, sequences: int) -> dict[str, Any]:
-    """The number of loops of a micro-batch: the layout's, or Huginn's or Parcae's random one.
-
-    Huginn: `Poisson(LogNormal) + 1` with mean `mean` and sigma 1/2, one number for the batch. Parcae:
-    `max(1, Poisson(mean))`, one for each sequence. All processes draw the same for a step.
-    """
-    loops = config.train.loops
-    if loops.scheme == "fixed":
-        return {"grad_loops": loops.grad_loops}
-    generator = torch.Generator().manual_seed(_mix(config.train.seed, step, 0))
-    if loops.scheme == "huginn":
-        sigma = 0.5
-        normal = torch.randn((), generator=generator).item()
-        rate = math.exp(sigma * normal + math.log(loops.mean) - sigma**2 / 2)
-        drawn: int | Tensor = int(torch.poisson(torch.tensor(rate), generator=generator)) + 1
-    else:
-        drawn = torch.poisson(torch.full((sequences,), loops.mean), generator=generator).clamp_min(1).long()
-    return {"loops": drawn, "grad_loops": loops.grad_loops}
-
-
-def _balance(run: Run, loads: dict[str, Tensor]) -> dict[str, Any]:
-    """Move the router biases once, by the loads of the global batch; how unbalanced the experts were."""
-    unbalanced = {}
-    for name, load in loads.items():
-        moe = run.model.get_submodule(name)
-        assert isinstance(moe, MoE)
-        pooled = run.config.model.balance == "pooled"
-        rows = load.sum(0, keepdim=True) if pooled else load[: len(moe.bias)]
-        moe.bias.copy_(balance_update(moe.bias, rows, run.config.model.balance_rate))
-        unbalanced[name] = [round(r, 4) for r in (load.amax(-1) / load.float().mean(-1)).tolist()]
-    if not unbalanced:
-        return {}
-    return {"moe_load_max": max(max(values) for values in unbalanced.values()), "moe_load": unbalanced}
-
-
-@torch.no_grad()
-def validate(run: Run) -> dict[str, Any]:
-    """The mean loss over the first validation batches, and what the loops do on the first of them."""
-    settings, world = run.config.train, run.world
-    rows = world.rows(settings.batch_size)
-    total = torch.zeros(2, dtype=torch.float64, device=world.device)
-    looped = any(isinstance(module, Loop) for module in run.model.modules())
-    values: dict[str, Any] = {}
-    run.model.eval()
-    for index in range(settings.valid_batches):
-        tokens, targets = run.data.batch(
-            "valid", seed=settings.seed, step=index, batch_size=settings.batch_size, rows=rows
-        )
-        tokens, targets = tokens.to(world.device), targets.to(world.device)
-        with _autocast(run), trace(run.model) if looped and index == 0 else nullcontext() as seen:
-            out: Output = run.model.loss(tokens, targets)
-        counted = (targets != IGNORE).sum()
-        total += torch.stack([out.cross_entropy.double() * counted, counted.double()])
-        if seen is not None:
-            values = _loop_statistics(seen)
-    run.model.train()
-    loss, counted = world.sum(total).tolist()
-    return {"valid_loss": loss / counted, **values}
-
-
-def _loop_statistics(seen: Any) -> dict[str, list[float]]:
-    """Means over tokens, one number per loop."""
-
-    def means(tensors: list[Tensor]) -> list[float]:
-        return [round(t.float().mean().item(), 6) for t in tensors]
-
-    return {
-        "step_size": means(seen.step_size),
-        "decay": means(seen.decay),
-        "state_norm": means([Y.float().square().mean((-2, -1)).sqrt() for Y in seen.state]),
-        "objective": means(seen.objective),
-    }
-
-
-def _mix(seed: int, step: int, rank: int) -> int:
-    """One number of three, without collisions in practice."""
-    return (seed * 1_000_003 + step) * 65_537 + rank
