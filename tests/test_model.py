@@ -223,12 +223,27 @@ def test_it_learns():
         (torch.tensor([[0, 61]]), "token 61 is out of range: the vocabulary has 61"),
         (torch.tensor([[-1, 0]]), "token -1 is out of range"),
         (torch.zeros(1, 65, dtype=torch.long), "65 tokens, but max_length is 64"),
-        (torch.zeros(4, dtype=torch.long), r"tokens must have the shape \(batch, length\), got \(4,\)"),
+        (torch.zeros(1, 0, dtype=torch.long), "with at least one"),
+        (torch.zeros(1, 2), "tokens must be a tensor of whole numbers, got torch.float32"),
+        (None, "tokens must be a tensor of whole numbers, got NoneType"),
+        (torch.zeros(4, dtype=torch.long), r"tokens must have the shape \(batch, length\) .* got \(4,\)"),
     ],
 )
 def test_bad_tokens_are_refused(bad, message):
     with pytest.raises(ValueError, match=message):
         LoopedLM(config(), seed=0)(bad)
+
+
+def test_bad_targets_and_configs_are_refused():
+    model = LoopedLM(config(), seed=0)
+    with pytest.raises(ValueError, match=r"targets must have the shape of tokens, \(2, 13\), got \(2, 12\)"):
+        model.loss(tokens(), tokens()[:, 1:])
+    with pytest.raises(ValueError, match="token 61 is out of range"):
+        model.loss(tokens(), torch.full((2, 13), 61))
+    with pytest.raises(ValueError, match="LoopedLM takes a ModelConfig"):
+        LoopedLM({"layout": "2"})
+    with pytest.raises(ValueError, match="count takes a Config or a ModelConfig, got str"):
+        lo.count("recipes/nano.toml")
 
 
 def test_a_wrong_preset_or_option_is_found_before_anything_is_allocated():

@@ -62,7 +62,7 @@ def test_a_checkpoint_of_one_process_continues_on_two(twenty_steps, tmp_path):
     recipe, one = twenty_steps
     half = tmp_path / "half"
     (half / "checkpoints").mkdir(parents=True)
-    for name in ("config.toml", "env.json", "checkpoints/step_000010"):
+    for name in ("config.toml", "checkpoints/step_000010"):
         (half / name).symlink_to(one / name)
     done = run_training(2, recipe, half, "--resume")
     assert done.returncode == 0, done.stderr

@@ -52,7 +52,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *importlib.import_module(".loop", __name__).__all__})
+    return sorted(["__version__", *_HOMES, *importlib.import_module(".loop", __name__).__all__])
 
 
 class _Package(ModuleType):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -59,40 +60,62 @@ def save(run: Path, step: int, model: LoopedLM, optimizer: Optimizer, record: di
 
 def load(path: Path, model: LoopedLM, optimizer: Optimizer | None, world: World) -> dict[str, Any]:
     """Fill the model, and the optimizer if given, from a checkpoint, however many processes wrote it."""
+    record = read_record(path)
     weights, state = get_state_dict(model, optimizer if optimizer is not None else ())
     target = {"model": weights, "optimizer": state} if optimizer is not None else {"model": weights}
     try:
         dcp.load(target, checkpoint_id=str(path), no_dist=world.size == 1)
     except (Exception, CheckpointException) as error:
-        raise ValueError(f"checkpoint {path} does not fit the model of this config: {_cause(error)}") from error
+        cause = _inner(error)
+        if isinstance(cause, (ValueError, RuntimeError)) and (
+            "ize mismatch" in str(cause) or "Missing key" in str(cause)
+        ):
+            raise ValueError(f"checkpoint {path} does not fit the model of this config: {_cause(error)}") from error
+        raise ValueError(f"checkpoint {path} is damaged ({_cause(error)}); {_way_out(path)}") from error
     set_state_dict(
         model,
         optimizer if optimizer is not None else (),
         model_state_dict=weights,
         optim_state_dict=state if optimizer is not None else {},
     )
-    return read_record(path)
+    return record
+
+
+def _way_out(path: Path) -> str:
+    """What to do about a damaged checkpoint."""
+    others = [other.name for other in checkpoints(path.parents[1]) if other != path]
+    return f"delete it, and {others[-1]} is used instead" if others else "delete it to begin anew"
 
 
 def read_record(path: Path) -> dict[str, Any]:
     """What a checkpoint says of itself: step, config, versions, data."""
-    return json.loads((path / RECORD).read_text())
+    try:
+        return json.loads((path / RECORD).read_text())
+    except ValueError as error:
+        raise ValueError(f"checkpoint {path} is damaged ({RECORD}: {error}); {_way_out(path)}") from None
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first; folders of other names are somebody else's."""
+    found = [path.parent for path in (run / "checkpoints").glob(f"step_*/{RECORD}")]
+    return sorted((path for path in found if re.fullmatch(r"step_\d{6,}", path.name)), key=_step)
 
 
 def latest(run: Path) -> Path | None:
     """The newest complete checkpoint of a run."""
-    complete = sorted(path.parent for path in (run / "checkpoints").glob(f"step_*/{RECORD}"))
-    return complete[-1] if complete else None
+    return next(reversed(checkpoints(run)), None)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
 
 
 def prune(run: Path, *, keep_last: int, keep_every: int | None) -> None:
     """Delete all checkpoints but the newest `keep_last` and multiples of `keep_every`, and broken leftovers."""
     for leftover in (run / "checkpoints").glob(".step_*.partial"):
         shutil.rmtree(leftover, ignore_errors=True)
-    paths = sorted((run / "checkpoints").glob("step_*"))
-    for path in paths[:-keep_last]:
-        step = int(path.name.removeprefix("step_"))
-        if keep_every is None or step % keep_every:
+    for path in checkpoints(run)[:-keep_last]:
+        if keep_every is None or _step(path) % keep_every:
             shutil.rmtree(path, ignore_errors=True)
 
 

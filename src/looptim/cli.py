@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import os
+import shutil
 import sys
 from typing import Annotated
 
@@ -56,7 +57,10 @@ def zoo(
     elif markdown:
         print(table.markdown(rows))
     else:
-        _print_table(list(table.COLUMNS.values()), [table.cells(row) for row in rows])
+        if sys.stdout.isatty() and shutil.get_terminal_size().columns < 180:
+            print(table.narrow(rows))
+        else:
+            _print_table(list(table.COLUMNS.values()), [table.cells(row) for row in rows])
         print(table.FOOTNOTE)
 
 
@@ -94,7 +98,7 @@ def count(
     recipe: Recipe,
     against: Annotated[str | None, typer.Option(metavar="RECIPE", help="Print ratios to another recipe.")] = None,
     set: Set = None,
-    seq_len: Annotated[int | None, typer.Option(help="Sequence length; the recipe's by default.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Sequence length; the recipe's by default.")] = None,
     json: Json = False,
 ) -> None:
     """Count parameters, FLOPs and cache bytes by component, and as ratios to another recipe, without allocating."""
@@ -143,7 +147,11 @@ def train(
     """Train the model of a recipe; under torchrun, on many processes."""
     import looptim
 
-    run = looptim.train(looptim.load_config(recipe, set=set or ()), out, resume=resume, force=force)
+    try:
+        run = looptim.train(looptim.load_config(recipe, set=set or ()), out, resume=resume, force=force)
+    except KeyboardInterrupt:
+        print(f"looptim: stopped; the same command with --resume continues {out}", file=sys.stderr)
+        raise typer.Exit(130) from None
     if export and os.environ.get("RANK", "0") == "0":
         from looptim.export import export as write
 
@@ -157,10 +165,10 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or a f
 def generate(
     run: Run,
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 200,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="At most; the model's length is the other limit.")] = 200,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1)] = None,
-    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the so many likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Or from the likeliest of this mass.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     loops: Annotated[int | None, typer.Option(min=1, help="Another number of loops, for shared transitions.")] = None,
 ) -> None:
@@ -170,7 +178,8 @@ def generate(
 
     model, tokenizer = open_model(run)
     prompt = sys.stdin.read() if prompt == "-" else prompt
-    print(prompt, end="", flush=True)
+    # The prompt goes out with the first piece of its continuation: an error then has a line of its own.
+    pieces = iter([prompt])
     write(
         model,
         tokenizer,
@@ -181,7 +190,7 @@ def generate(
         top_p=top_p,
         seed=seed,
         loops=loops,
-        stream=lambda text: print(text, end="", flush=True),
+        stream=lambda text: print(next(pieces, "") + text, end="", flush=True),
     )
     print()
 
@@ -215,7 +224,7 @@ def _print_table(header: list[str], rows: list[list[str]]) -> None:
     from rich.table import Table
 
     # A pipe has no width: do not fold the cells of a table that nobody's terminal limits.
-    console = Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else 220, markup=False, highlight=False)
     table = Table(box=SIMPLE_HEAD)
     for index, name in enumerate(header):
         numeric = bool(rows) and all(row[index][:1].isdigit() or not row[index] for row in rows)
@@ -228,7 +237,8 @@ def _print_table(header: list[str], rows: list[list[str]]) -> None:
 def main() -> None:
     """Run the command line. What a user did wrong is one line on standard error and exit status 2."""
     try:
-        status = app(standalone_mode=False)
+        # Without arguments the help is the answer, not an error.
+        status = app(sys.argv[1:] or ["--help"], standalone_mode=False)
         sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
         print("looptim: stopped", file=sys.stderr)

@@ -195,7 +195,7 @@ class OptimConfig(Strict):
 
     lr: float = Field(7.3e-4, gt=0, description="Peak learning rate.")
     min_lr: float = Field(1e-5, ge=0)
-    warmup: int = Field(1000, ge=0, description="Updates of linear warm-up.")
+    warmup: int = Field(100, ge=0, description="Updates of linear warm-up.")
     weight_decay: float = Field(0.1, ge=0)
     clip: float = Field(1.0, gt=0, description="Largest global norm of the gradient.")
 
@@ -275,13 +275,14 @@ class Config(Strict):
 
 def load_config(path: str | Path, set: Iterable[str] = ()) -> Config:
     """A recipe from a TOML file, with one level of `base = "other.toml"` and `a.b=c` overrides from `set`."""
+    overrides = [set] if isinstance(set, str) else set
     values = _read(Path(path))
     if "base" in values:
         base = _read(Path(path).parent / values.pop("base"))
         if "base" in base:
             raise ValueError(f"{path}: its base has a base itself; only one level is allowed")
         values = _merge(base, values)
-    for override in set:
+    for override in overrides:
         values = _merge(values, _parse_override(override))
     # In a file the transition has a table of its own; in the model it is a part of the model.
     if "loop" in values:

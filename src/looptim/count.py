@@ -98,9 +98,13 @@ def count(config: Config | ModelConfig, *, seq_len: int | None = None) -> Count:
     >>> paper.parameter_conventions()["non-vocabulary without norms"]
     4974444544
     """
+    if not isinstance(config, (Config, ModelConfig)):
+        raise ValueError(f"count takes a Config or a ModelConfig, got {type(config).__name__}; load_config reads one")
     model_config = config.model if isinstance(config, Config) else config
     if seq_len is None:
         seq_len = config.train.seq_len if isinstance(config, Config) else config.max_length
+    if seq_len < 1:
+        raise ValueError(f"seq_len must be at least 1, got {seq_len}")
     with torch.device("meta"):
         model = LoopedLM(model_config, seed=0)
     layers = model_config.layers()

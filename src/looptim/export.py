@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,18 @@ def export(run: str | Path, out: str | Path | None = None) -> Path:
     model, tokenizer = load(run)
     wrapped = wrap(model)
     wrapped.generation_config.eos_token_id = tokenizer.eos
-    wrapped.save_pretrained(out)
-    tokenizer.save(out)
+    # Aside first: a folder without its weights would look like an export.
+    aside = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        wrapped.save_pretrained(aside)
+        tokenizer.save(aside)
+        shutil.rmtree(out, ignore_errors=True)
+        aside.rename(out)
+    except Exception as error:
+        # Whatever safetensors raises for a full disk, too.
+        shutil.rmtree(aside, ignore_errors=True)
+        raise ValueError(f"could not export to {out}: {str(error).splitlines()[0]}") from error
     return out
 
 
@@ -44,7 +55,11 @@ def wrap(model: LoopedLM, *, loops: int | None = None) -> LoopedForCausalLM:
 
 def _hf():
     try:
+        from transformers.utils import logging
+
         from . import hf
     except ImportError as error:
         raise ValueError(f"this needs transformers ({error}); pip install 'looptim[hf]'") from None
+    # A bar for the loading of a few tensors would run into the text that is streamed.
+    logging.disable_progress_bar()
     return hf

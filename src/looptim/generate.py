@@ -27,8 +27,8 @@ def generate(
     stream: Callable[[str], None] | None = None,
 ) -> str:
     """The continuation of a prompt; temperature 0 is greedy. `stream` is given the text piece by piece as it comes."""
-    if temperature < 0:
-        raise ValueError(f"temperature must not be negative, got {temperature}; 0 is greedy")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must be a number that is not negative, got {temperature}; 0 is greedy")
     ids = tokenizer.encode(prompt) or [tokenizer.eos]
     room = model.config.max_length - len(ids)
     if room < 1:

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from . import __version__
 from .config import Config
 from .parallel import World
+from .rundir import write_whole
 from .track import Sink, open_sinks, scalars
 
 
@@ -44,9 +45,9 @@ class RunLog:
     def __enter__(self) -> RunLog:
         if not self.active:
             return self
-        _drop_lines_after(self.path, self.first_step)
         self.peak = gemm_peak(self.world.device, self.settings.dtype) * self.world.size
         self.sinks = open_sinks(self.settings.track, run_dir=self.path.parent, config=self.config.model_dump())
+        _drop_lines_after(self.path, self.first_step)
         self.file = self.path.open("a")
         if self.show and sys.stderr.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -107,8 +108,11 @@ class RunLog:
         self.clock = time.perf_counter()
 
     def _write(self, record: dict[str, Any]) -> None:
-        self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise OSError(f"cannot write to {self.path}: {error.strerror}; the last checkpoint is kept") from None
         for sink in self.sinks:
             sink.log(record["step"], scalars(record))
 
@@ -124,9 +128,7 @@ def _drop_lines_after(path: Path, step: int) -> None:
                 kept.append(line + "\n")
         except ValueError:
             continue
-    aside = path.with_suffix(".partial")
-    aside.write_text("".join(kept))
-    aside.replace(path)
+    write_whole(path, "".join(kept))
 
 
 def gemm_peak(device: torch.device, dtype: str) -> float:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .config import Layer, ModelConfig
 from .loop import Loop, build
-from .nn import Attention, Block, CausalSlot, Head, MoE, MoEStats, RMSNorm, SwiGLU, rope_table
+from .nn import IGNORE, Attention, Block, CausalSlot, Head, MoE, MoEStats, RMSNorm, SwiGLU, rope_table
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -53,6 +53,8 @@ class LoopedLM(nn.Module):
     def __init__(self, config: ModelConfig, *, seed: int | None = None):
         """`seed` fixes every initial weight; without it, it is drawn from torch's global generator."""
         super().__init__()
+        if not isinstance(config, ModelConfig):
+            raise ValueError(f"LoopedLM takes a ModelConfig (the `model` of a recipe), got {type(config).__name__}")
         seed = int(torch.randint(2**31, (), device="cpu")) if seed is None else seed
         self.config = config
         # Transitions first: a wrong preset or option is found before anything large is allocated.
@@ -93,6 +95,10 @@ class LoopedLM(nn.Module):
         grad_loops: int | None = None,
     ) -> Output:
         """Mean cross entropy of the targets (-100 is ignored), and what balances the experts."""
+        if not isinstance(targets, Tensor) or targets.shape != tokens.shape:
+            given = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
+            raise ValueError(f"targets must have the shape of tokens, {tuple(tokens.shape)}, got {given}")
+        self.check_vocabulary(targets.masked_fill(targets == IGNORE, 0))
         h, stats = self.hidden(self.embed(tokens), loops=loops, grad_loops=grad_loops)
         cross_entropy = self.head(h, targets)
         auxiliary = torch.stack([s.aux_loss for _, s in stats]).mean() if stats else cross_entropy.new_zeros(())
@@ -104,12 +110,15 @@ class LoopedLM(nn.Module):
 
     def embed(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T d"]:
         """The tokens' embeddings; a token that is not in the vocabulary or one too many is an error, not a crash."""
-        if tokens.dim() != 2:
-            raise ValueError(f"tokens must have the shape (batch, length), got {tuple(tokens.shape)}")
+        if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.dtype == torch.bool:
+            given = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+            raise ValueError(f"tokens must be a tensor of whole numbers, got {given}")
+        if tokens.dim() != 2 or not tokens.numel():
+            raise ValueError(f"tokens must have the shape (batch, length) with at least one, got {tuple(tokens.shape)}")
         if tokens.shape[1] > self.config.max_length:
             raise ValueError(f"the sequence has {tokens.shape[1]} tokens, but max_length is {self.config.max_length}")
         self.check_vocabulary(tokens)
-        return self.embedding(tokens)
+        return self.embedding(tokens.long())
 
     def check_vocabulary(self, tokens: Int[Tensor, "B T"]) -> None:
         """A ValueError for a token that is not in the vocabulary."""

@@ -6,22 +6,21 @@ of loops. A run that was killed and resumed therefore has the losses of one that
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
 
 import torch
 
-from . import checkpoint, parallel
+from . import checkpoint, parallel, rundir
 from .config import Config, load_config
 from .count import count
 from .cpu import guard_bf16
-from .data import Dataset, open_data
+from .data import Dataset, Tokenizer, open_data
 from .logs import RunLog, environment
+from .loop import Loop
 from .model import LoopedLM
 from .optim import MuonAdamW, describe_groups, parameter_groups
 from .parallel import World
@@ -39,14 +38,18 @@ def train(config: Config, out: str | Path, *, resume: bool = False, force: bool 
     folder = Path(out)
     world = parallel.start()
     try:
-        _check(folder, config, world, resume=resume, force=force)
+        world.rows(config.train.batch_size)
+        rundir.check(folder, config, resume=resume, force=force)
         data = _open_together(config, world, progress=progress)
         run = _prepare(config, folder, world, data)
         if progress and world.first:
             _introduce(run)
-        first_step = _restore(run) if resume else 0
-        with RunLog(folder, config, world, first_step=first_step, progress=progress) as log:
-            _loop(run, log, first_step)
+        with rundir.claimed(folder, first=world.first):
+            first_step = _restore(run) if resume else 0
+            with RunLog(folder, config, world, first_step=first_step, progress=progress) as log:
+                if world.first:
+                    rundir.record(folder, config, _environment(run), data.tokenizer)
+                _loop(run, log, first_step)
     finally:
         parallel.stop(world)
     return folder
@@ -61,7 +64,7 @@ def load(folder: str | Path) -> tuple[LoopedLM, Any]:
     config = load_config(folder / "config.toml")
     model = LoopedLM(config.model, seed=config.train.seed)
     checkpoint.load(path, model, None, World(0, 1, torch.device("cpu")))
-    return model.eval(), _open(config, progress=False).tokenizer
+    return model.eval(), Tokenizer.load(folder / "tokenizer")
 
 
 def _open(config: Config, *, progress: bool) -> Dataset:
@@ -80,51 +83,33 @@ def _open_together(config: Config, world: World, *, progress: bool) -> Dataset:
     return data
 
 
-def _check(folder: Path, config: Config, world: World, *, resume: bool, force: bool) -> None:
-    """Whether the run directory can be this config's; nothing is written yet."""
-    world.rows(config.train.batch_size)
-    written = folder / "config.toml"
-    if not written.is_file():
-        return
-    if not resume:
-        raise ValueError(f"{folder} already holds a run; add --resume to continue it, or choose another --out")
-    changes = difference(load_config(written), config)
-    if changes and not force:
-        raise ValueError(f"the config of {folder} has changed ({'; '.join(changes)}); undo that, or add --force")
-
-
-def difference(old: Config, new: Config) -> list[str]:
-    """What differs between two configs, as `key: old -> new`."""
-
-    def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-        if isinstance(value, dict) and value:
-            for name, inner in value.items():
-                yield from flat(inner, f"{key}.{name}" if key else name)
-        else:
-            yield key, value
-
-    before, after = dict(flat(old.model_dump())), dict(flat(new.model_dump()))
-    keys = sorted(before.keys() | after.keys())
-    return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if before.get(k) != after.get(k)]
-
-
 def _prepare(config: Config, folder: Path, world: World, data: Dataset) -> Run:
-    """Build everything, then make the run directory."""
+    """Build everything; nothing is written."""
     model = LoopedLM(config.model, seed=config.train.seed).to(world.device)
+    _check_loops(config, model)
     model.checkpointing = config.train.activation_checkpointing
     if config.train.compile:
         model.compile_blocks()
     parallel.shard(model, world)
     optimizer = MuonAdamW(parameter_groups(model, lr=config.optim.lr, weight_decay=config.optim.weight_decay))
-    if world.first:
-        record = {**environment(world), "data": data.fingerprint, "groups": describe_groups(optimizer.param_groups)}
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "env.json").write_text(json.dumps(record, indent=2))
-            (folder / "config.toml").write_text(config.to_toml())
-        except OSError as error:
-            raise ValueError(f"cannot write to {folder}: {error.strerror}; choose another --out") from None
     return Run(config, folder, world, data, model, optimizer)
+
+
+def _check_loops(config: Config, model: LoopedLM) -> None:
+    """Sampled loops and truncated backpropagation are for transitions that are shared over loops."""
+    loops = config.train.loops
+    if loops.scheme == "fixed" and loops.grad_loops is None:
+        return
+    if not model.loops or not all(loop.shared for loop in model.loops if isinstance(loop, Loop)):
+        raise ValueError(
+            f"train.loops needs a transition shared over loops, which {config.model.loop.preset} is not; "
+            "set loop.options.shared=true where the preset has it, or leave train.loops out"
+        )
+
+
+def _environment(run: Run) -> dict[str, Any]:
+    groups = describe_groups(run.optimizer.param_groups)
+    return {**environment(run.world), "data": run.data.fingerprint, "groups": groups}
 
 
 def _introduce(run: Run) -> None:
@@ -146,7 +131,9 @@ def _restore(run: Run) -> int:
     if path is None:
         return 0
     record = checkpoint.load(path, run.model, run.optimizer, run.world)
-    if record["data"] != run.data.fingerprint:
+    # Where the same text lies is not a part of what it is.
+    before, now = ({k: v for k, v in f.items() if k != "source"} for f in (record["data"], run.data.fingerprint))
+    if before != now:
         raise ValueError(
             f"the data of {run.folder} has changed since its checkpoint; give it the same data, or a new --out"
         )
@@ -161,7 +148,7 @@ def _loop(run: Run, log: RunLog, first_step: int) -> None:
             log.update(step, update(run, step), run.tokens_per_step, flops)
             done = step + 1
             stopping = stop.agreed(run.world)
-            if (done % settings.valid_every == 0 and not stopping) or done == settings.steps:
+            if done % settings.valid_every == 0 or done == settings.steps:
                 log.validation(done, validate(run), done * run.tokens_per_step)
             if done % settings.checkpoint_every == 0 or done == settings.steps or stopping:
                 _save(run, done)

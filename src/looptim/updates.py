@@ -53,7 +53,7 @@ def update(run: Run, step: int) -> dict[str, Any]:
     if not math.isfinite(loss) or not torch.isfinite(norm):
         what = "loss" if not math.isfinite(loss) else "gradient"
         raise ValueError(
-            f"the {what} of step {step} is not finite; the last checkpoint is kept, lower optim.lr or look at the data"
+            f"the {what} of step {step} is not finite; the last checkpoint, if any, is kept; lower optim.lr"
         )
     run.optimizer.step()
     run.optimizer.zero_grad()
@@ -71,7 +71,8 @@ def _accumulate(run: Run, tokens: Tensor, targets: Tensor, step: int) -> tuple[f
     for index, (x, y) in enumerate(pieces):
         parallel.synchronise_gradients(run.model, last=index == len(pieces) - 1)
         with _autocast(run):
-            out: Output = run.model.loss(x, y, **sample_loops(run.config, step, len(x)))
+            first = world.rows(settings.batch_size).start + index * size
+            out: Output = run.model.loss(x, y, **sample_loops(run.config, step, slice(first, first + len(x))))
         # Every target of the global batch counts the same, wherever it fell; FSDP then averages over processes.
         share = (y != IGNORE).sum() / total_targets
         auxiliary = (out.loss - out.cross_entropy) / (len(pieces) * world.size)
@@ -87,11 +88,12 @@ def _autocast(run: Run):
     return torch.autocast(run.world.device.type, torch.bfloat16) if bf16 else nullcontext()
 
 
-def sample_loops(config: Config, step: int, sequences: int) -> dict[str, Any]:
+def sample_loops(config: Config, step: int, rows: slice) -> dict[str, Any]:
     """The number of loops of a micro-batch: the layout's, or Huginn's or Parcae's random one.
 
     Huginn: `Poisson(LogNormal) + 1` with mean `mean` and sigma 1/2, one number for the batch. Parcae:
-    `max(1, Poisson(mean))`, one for each sequence. All processes draw the same for a step.
+    `max(1, Poisson(mean))`, one for each sequence: `rows` says which of the global batch, so that neither micro-batches
+    nor processes change what is drawn.
     """
     loops = config.train.loops
     if loops.scheme == "fixed":
@@ -103,7 +105,8 @@ def sample_loops(config: Config, step: int, sequences: int) -> dict[str, Any]:
         rate = math.exp(sigma * normal + math.log(loops.mean) - sigma**2 / 2)
         drawn: int | Tensor = int(torch.poisson(torch.tensor(rate), generator=generator)) + 1
     else:
-        drawn = torch.poisson(torch.full((sequences,), loops.mean), generator=generator).clamp_min(1).long()
+        rates = torch.full((config.train.batch_size,), loops.mean)
+        drawn = torch.poisson(rates, generator=generator).clamp_min(1).long()[rows]
     return {"loops": drawn, "grad_loops": loops.grad_loops}
 
 

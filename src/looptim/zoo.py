@@ -9,6 +9,7 @@ from .loop import PRESETS, build, describe, diagnose
 
 COLUMNS = {
     "name": "transition",
+    "rule_name": "rule",
     "projection": "o",
     "decay": "λ",
     "step": "η",
@@ -38,6 +39,16 @@ def cells(row: dict[str, Any]) -> list[str]:
     per = "per loop" if row["loop_specific"] else "shared"
     shown = {**row, "gap": gap, "verdict": verdict, "parameters": f"{row['parameters']:,} {per}"}
     return [str(shown[key]) for key in COLUMNS]
+
+
+def narrow(rows: list[dict[str, Any]]) -> str:
+    """The table for terminals too narrow for it: two lines a row."""
+    lines = []
+    for row in rows:
+        name, rule, o, lam, eta, x, objective, aligned, gap, parameters = cells(row)
+        lines += [f"{name}: {rule}, aligned: {aligned}, gap {gap}, parameters {parameters}"]
+        lines += [f"    o = {o},  λ = {lam},  η = {eta},  x = {x},  L = {objective}"]
+    return "\n".join(lines)
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:

@@ -57,8 +57,11 @@ def test_loop_specific_transitions_run_the_steps_they_were_built_for():
         ValueError, match="loop-specific parameters for 3 steps and cannot run 5; build it with steps=5"
     ):
         loop(torch.randn(1, 2, 8), torch.tanh, steps=5)
-    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
-        loop(torch.randn(1, 2, 8), torch.tanh, steps=0)
+    for steps in (0, -1, True, 2.0, "2"):
+        with pytest.raises(ValueError, match="steps must be a whole number of at least 1, got"):
+            loop(torch.randn(1, 2, 8), torch.tanh, steps=steps)
+    with pytest.raises(ValueError, match="loop-specific parameters and cannot run as many steps as a sequence asks"):
+        loop(torch.randn(2, 2, 8), torch.tanh, steps=torch.tensor([2, 3]))
 
 
 @pytest.mark.parametrize("name", ["vanilla", "huginn", "parcae", "operloop"])
@@ -178,3 +181,53 @@ def test_backpropagation_can_be_truncated_to_the_last_steps():
         y = blocks(y + e)
     expected = torch.autograd.grad(y.square().sum(), blocks.weight)
     torch.testing.assert_close(torch.autograd.grad(truncated.square().sum(), blocks.weight), expected)
+
+
+@pytest.mark.parametrize("steps", [[0, 2], [1.5, 2.0], [1, 2, 3], [], 2])
+def test_bad_numbers_of_steps_per_sequence_are_refused(steps):
+    loop = lo.build("vanilla", width=8, steps=3)
+    with pytest.raises(ValueError, match="steps must be 2 whole numbers of at least 1, one per sequence"):
+        loop(torch.randn(2, 2, 8), torch.tanh, steps=torch.tensor(steps))
+
+
+def test_what_is_not_a_part_is_refused_where_it_is_given():
+    parts = lo.projections.Plain(), lo.objectives.Delta(), lo.build("vanilla", width=8, steps=1).transitions[0].rule
+    lo.Transition(*parts)
+    for place in range(3):
+        for wrong in (None, nn.Linear(2, 2), lo.projections.Add):
+            given = [*parts]
+            given[place] = wrong
+            with pytest.raises(ValueError, match=r"must be a looptim (Projection|Objective|Rule), got"):
+                lo.Transition(*given)
+    with pytest.raises(ValueError, match="step must be a looptim Step, got float"):
+        lo.rules.GradientDescent(0.5, 0.1)
+    with pytest.raises(ValueError, match="a transition must be a looptim Transition, got Linear"):
+        lo.Loop([nn.Linear(2, 2)], width=2)
+    for ask in (lo.diagnose, lo.describe, lo.align, lo.check_gradient):
+        with pytest.raises(ValueError, match="loop must be a looptim Loop, got str"):
+            ask("hyperloop")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None, torch.tanh), "takes a tensor of floating point numbers, got NoneType"),
+        (
+            (torch.zeros(1, 2, 8, dtype=torch.long), torch.tanh),
+            "takes a tensor of floating point numbers, got torch.int64",
+        ),
+        ((torch.zeros(1, 2, 8), None), "blocks must be a callable, got NoneType"),
+        ((torch.zeros(1, 2, 8), lambda o: (o, None)), "blocks gave a tuple, not a tensor"),
+    ],
+)
+def test_a_bad_call_gets_one_clear_sentence(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        lo.build("operloop", width=8, steps=2)(*arguments)
+
+
+def test_a_loop_may_change_its_rule_from_step_to_step():
+    plain, ball = (lo.build(name, width=8, steps=1).transitions[0] for name in ("operloop", "operloop_heavyball"))
+    loop = lo.Loop([plain, ball, plain], width=8, start=lo.state.Copies(4))
+    assert loop(torch.randn(1, 2, 8), torch.tanh).shape == (1, 2, 8)
+    assert lo.check_gradient(loop) < 1e-12
+    assert lo.describe(loop).rule_name == "gradient descent | heavy ball"

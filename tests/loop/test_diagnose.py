@@ -89,7 +89,7 @@ def test_a_wrong_adjoint_is_found_by_the_dot_product_test():
 
 
 def test_a_wrong_derivative_is_found_by_check_gradient():
-    with pytest.raises(ValueError, match="not the gradient step"):
+    with pytest.raises(ValueError, match="`grad` of WrongObjective is not the derivative of its `value`"):
         lo.check_gradient(user_loop(objective=WrongObjective()))
 
 
@@ -218,3 +218,55 @@ def test_a_write_map_that_does_not_fit_is_refused():
         ValueError, match=r"the write map Streams gave .*\(1, 2, 3, 8\), but the state is \(1, 2, 1, 8\)"
     ):
         user_loop(write=WrongShape())(torch.randn(1, 2, WIDTH), torch.tanh)
+
+
+class Root(lo.Projection):
+    """A map that a large random change of its parameter makes NaN."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.full((WIDTH,), 0.01))
+
+    def forward(self, ctx):
+        return lo.maps.Diagonal(self.w.sqrt()), None
+
+
+def test_parameters_with_bounds_do_not_make_a_mismatch_pass():
+    assert lo.diagnose(user_loop(Root())).aligned
+    assert not lo.diagnose(user_loop(Root(), write=lo.presets.IdentityWrite())).aligned
+
+
+def test_a_loop_that_gives_nan_is_said_to():
+    with pytest.raises(ValueError, match="gives values that are not finite"):
+        lo.diagnose(lo.build("operloop", width=WIDTH, steps=2, scale=float("nan")))
+
+
+def test_the_offending_step_of_a_list_is_named():
+    aligned, mismatched = lo.build("vanilla", width=WIDTH, steps=1), user_loop(write=lo.presets.IdentityWrite())
+    loop = lo.Loop([aligned.transitions[0], mismatched.transitions[0]], width=WIDTH, name="mixed")
+    assert "reads through Diag(a) but writes through I" in str(lo.diagnose(loop))
+    assert lo.describe(loop).projection == "y | a ⊙ y + e"
+    assert lo.diagnose(lo.align(loop)).aligned
+
+
+def test_a_list_may_repeat_a_transition():
+    transition = user_loop(write=lo.presets.IdentityWrite()).transitions[0]
+    aligned = lo.align(lo.Loop([transition, transition], width=WIDTH))
+    assert aligned.steps == 2
+    assert lo.diagnose(aligned).aligned
+
+
+def test_an_adjoint_that_writes_to_the_past_is_measured():
+    class Sum(lo.Projection):
+        def forward(self, ctx):
+            return lo.maps.Pullback(lambda Y: Y.squeeze(-2).cumsum(1), ctx.Y), None
+
+    assert not lo.diagnose(user_loop(Sum())).causal
+    assert lo.diagnose(user_loop()).causal
+
+
+def test_traces_can_be_nested():
+    loop = lo.build("operloop", width=WIDTH, steps=3)
+    with lo.trace(loop) as outer, lo.trace(loop) as inner:
+        loop(torch.randn(1, 2, WIDTH), torch.tanh)
+    assert len(outer.read) == len(inner.read) == 3

@@ -2,7 +2,8 @@
 
 from . import controls, maps, objectives, presets, projections, roadmap, rules, state
 from .controls import Decay, Step
-from .diagnose import Description, Diagnosis, align, check_gradient, describe, diagnose
+from .describe import Description, describe
+from .diagnose import Diagnosis, align, check_gradient, diagnose
 from .maps import Map
 from .objectives import Objective
 from .part import Context, Gate, Part

@@ -1,4 +1,4 @@
-"""Questions one can ask any loop: what is it, does it write through the map it reads with, is it a gradient step."""
+"""Questions one can ask any loop: does it write through the map it reads with, is a step of it a gradient step."""
 
 from __future__ import annotations
 
@@ -13,105 +13,12 @@ import torch
 from torch import Tensor
 
 from .maps import Map
-from .part import Context
+from .part import Context, require, symbol
 from .rules import Carry
 from .transition import Loop, Record, Transition
 
 TOLERANCE = 1e-9
 """Relative; everything here runs in float64."""
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Description:
-    """A row of the paper's Table 7, computed from the parts of a loop."""
-
-    name: str
-    projection: str
-    """`o`."""
-    decay: str
-    """`lambda`."""
-    step: str
-    """`eta`."""
-    input_map: str
-    """`x`, the map the error is written through."""
-    objective: str
-    """`L`."""
-    target: str
-    """`t`."""
-    rule: str
-    """The update, with `G = x^T L'(o)`."""
-    aligned: bool
-    loop_specific: bool
-    start: str
-    readout: str
-    parameters: int
-    where: tuple[str, ...]
-    """What the letters stand for."""
-    summary: str
-
-    def __str__(self) -> str:
-        rows = {
-            "projection": f"o = {self.projection}",
-            "target": f"t = {self.target}",
-            "objective": f"L = {self.objective}",
-            "input map": f"x = {self.input_map} ({'aligned' if self.aligned else 'mismatch with the projection'})",
-            "step size": f"η = {self.step}",
-            "decay": f"λ = {self.decay}",
-            "update": f"{self.rule}, G = xᵀ L′(o)",
-            "start": f"Y_0 = {self.start}",
-            "read-out": self.readout,
-            "parameters": f"{self.parameters:,} ({'loop-specific' if self.loop_specific else 'shared by all loops'})",
-        }
-        lines = [self.name + (f": {self.summary}" if self.summary else "")]
-        lines += [f"  {key:<11} {value}" for key, value in rows.items()]
-        lines += [f"  {'where':<11} {text}" for text in self.where]
-        return "\n".join(lines)
-
-
-def describe(loop: Loop) -> Description:
-    """The loop's row of the paper's table, read off its parts, so that it cannot drift from the code.
-
-    >>> import looptim as lo
-    >>> row = lo.describe(lo.build("hyperloop", width=8, steps=3))
-    >>> row.projection, row.decay, row.step, row.input_map, row.objective, row.aligned
-    ('H_pre Y', 'I − H_res', '1', 'H_post', '−⟨t, o⟩', False)
-    """
-    transition = loop.schedule()[0]
-    rule = transition.rule
-    parts = [transition.projection, transition.write, rule.step, rule.decay, transition.objective]
-    where = [getattr(part, "where", "") for part in parts if part is not None]
-    return Description(
-        name=loop.name,
-        projection=_symbol(transition.projection),
-        decay=_symbol(rule.decay),
-        step=_symbol(rule.step),
-        input_map=_input_map(transition),
-        objective=_symbol(transition.objective),
-        target="Blocks(o)" if transition.target is None else _symbol(transition.target),
-        rule=_symbol(rule),
-        aligned=diagnose(loop).aligned,
-        loop_specific=not loop.shared,
-        start=_symbol(loop.start),
-        readout=_symbol(loop.readout),
-        parameters=sum(p.numel() for p in loop.parameters()),
-        where=tuple(dict.fromkeys(filter(None, where))),
-        summary=loop.summary,
-    )
-
-
-def _symbol(part: object) -> str:
-    """A part's symbol; a user's part without one goes by the name of its class."""
-    symbol = getattr(part, "symbol", "?")
-    return type(part).__name__ if symbol == "?" else symbol
-
-
-def _read_map(transition: Transition) -> str:
-    return transition.projection.map_symbol
-
-
-def _input_map(transition: Transition) -> str:
-    return _read_map(transition) if transition.write is None else _symbol(transition.write)
 
 
 @final
@@ -161,21 +68,35 @@ def diagnose(loop: Loop) -> Diagnosis:
     >>> print(lo.diagnose(lo.build("vanilla", width=8, steps=2)))
     vanilla: aligned; it reads and writes through I.
     """
-    own = _Probe(loop)
-    general = _Probe(loop, perturb=True)
-    transition = loop.schedule()[0]
+    require("loop", loop, Loop)
+    own = _Probe(_float64_copy(loop))
+    if not own.finite:
+        raise ValueError(f"{loop.name} gives values that are not finite on normal inputs; look at its parameters first")
+    # A user's parameters may have bounds that a large change violates.
+    changed = (_Probe(_float64_copy(loop, perturb=scale)) for scale in (1.0, 0.1, 0.01))
+    general = next((probe for probe in changed if probe.finite), own)
     hidden = own.gap <= TOLERANCE < general.gap
+    shown = general if hidden else own
     adjoint_error = max(own.adjoint_error, general.adjoint_error)
+    transition = loop.schedule()[shown.worst_step]
     return Diagnosis(
         name=loop.name,
         aligned=max(own.gap, general.gap, adjoint_error) <= TOLERANCE,
-        gap=general.gap if hidden else own.gap,
+        gap=shown.gap,
         hidden=hidden,
         adjoint_error=adjoint_error,
         causal=own.causal,
-        read=_read_map(transition),
-        write=_input_map(transition),
+        read=read_map(transition),
+        write=input_map(transition),
     )
+
+
+def read_map(transition: Transition) -> str:
+    return transition.projection.map_symbol
+
+
+def input_map(transition: Transition) -> str:
+    return read_map(transition) if transition.write is None else symbol(transition.write)
 
 
 def align(loop: Loop) -> Loop:
@@ -185,17 +106,17 @@ def align(loop: Loop) -> Loop:
     >>> lo.describe(lo.align(lo.build("hyperloop", width=8, steps=3))).input_map
     'H_pre'
     """
-    if all(transition.write is None for transition in loop.schedule()):
+    require("loop", loop, Loop)
+    steps = loop.schedule(1) if loop.shared else loop.schedule()
+    if all(transition.write is None for transition in steps):
         return loop
-    if not _first_map(loop).causal:
-        raise ValueError(
-            f"{loop.name} cannot be aligned: the adjoint of {_read_map(loop.schedule()[0])} writes to earlier tokens, "
-            "which a causal model must not; switch the token shift off first"
-        )
-    aligned = [
-        Transition(t.projection, t.objective, t.rule, target=t.target, features=t.features)
-        for t in dict.fromkeys(loop.schedule())
-    ]
+    for transition in steps:
+        if not _map_of(transition, loop).causal:
+            raise ValueError(
+                f"{loop.name} cannot be aligned: the adjoint of {read_map(transition)} writes to earlier tokens, "
+                "which a causal model must not; switch the token shift off first"
+            )
+    aligned = [Transition(t.projection, t.objective, t.rule, target=t.target, features=t.features) for t in steps]
     return Loop(
         aligned[0] if loop.shared else aligned,
         width=loop.width,
@@ -203,16 +124,16 @@ def align(loop: Loop) -> Loop:
         start=loop.start,
         readout=loop.readout,
         name=f"{loop.name}_aligned",
-        summary=f"Aligned: the write goes through the map of the read. {loop.summary}".strip(),
+        summary=f"The aligned twin of {loop.name}: the error is written through the map the state is read with.",
     )
 
 
-def _first_map(loop: Loop) -> Map:
-    """The map of the first read, at a zero state; needs no values, so that a loop on the meta device has one too."""
+def _map_of(transition: Transition, loop: Loop) -> Map:
+    """The map a transition reads a zero state with; needs no values, so that a loop on the meta device has one too."""
     tensor = next(itertools.chain(loop.parameters(), loop.buffers()), torch.empty(0))
     with torch.no_grad():
         e = torch.zeros(1, 1, loop.width, dtype=tensor.dtype, device=tensor.device)
-        Y, transition = loop.start(e), loop.schedule()[0]
+        Y = loop.start(e)
         Z = None if transition.features is None else transition.features(Y)
         return transition.projection(Context(Y, Z, e))[0]
 
@@ -227,10 +148,11 @@ def check_gradient(loop: Loop) -> float:
     >>> lo.check_gradient(lo.build("operloop", width=8, steps=3)) < 1e-12
     True
     """
+    require("loop", loop, Loop)
     worst = 0.0
-    for transition, carry, record in itertools.chain(
-        _run(_float64_copy(loop)), _run(_float64_copy(loop, perturb=True))
-    ):
+    runs = (_run(_float64_copy(loop, perturb=scale)) for scale in (0.0, 1.0))
+    for transition, carry, record in itertools.chain.from_iterable(runs):
+        _check_objective(loop, transition, record)
         expected = _autograd_step(transition, carry, record)
         error = ((record.Y - expected).norm() / expected.norm().clamp_min(1e-300)).item()
         worst = max(worst, error)
@@ -240,6 +162,19 @@ def check_gradient(loop: Loop) -> float:
                 f"(relative); {diagnose(loop)}"
             )
     return worst
+
+
+def _check_objective(loop: Loop, transition: Transition, record: Record) -> None:
+    o = record.o.detach().requires_grad_()
+    with torch.enable_grad():
+        (expected,) = torch.autograd.grad(transition.objective.value(o, record.t.detach()).sum(), o)
+    error = ((record.g - expected).norm() / expected.norm().clamp_min(1e-300)).item()
+    if not error <= TOLERANCE:
+        name = type(transition.objective).__name__
+        raise ValueError(
+            f"a step of {loop.name} is not the gradient step of its local objective: `grad` of {name} is not the "
+            f"derivative of its `value`, it is off by {error:.2g} (relative)"
+        )
 
 
 def _autograd_step(transition: Transition, carry: Carry, record: Record) -> Tensor:
@@ -252,14 +187,13 @@ def _autograd_step(transition: Transition, carry: Carry, record: Record) -> Tens
     return transition.rule(record.ctx.Y, G, record.ctx, carry)[0].detach()
 
 
-def _float64_copy(loop: Loop, *, perturb: bool = False) -> Loop:
-    """A copy in float64 on the CPU, in eval mode, its parameters randomly changed if asked."""
+def _float64_copy(loop: Loop, *, perturb: float = 0.0) -> Loop:
+    """A copy in float64 on the CPU, in eval mode, its parameters randomly changed by about `perturb`."""
     loop = copy.deepcopy(loop).to("cpu", torch.float64).eval()
-    if perturb:
-        generator = torch.Generator().manual_seed(1)
-        for p in loop.parameters():
-            noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
-            p.data.add_(noise / math.sqrt(p.shape[-1]) if p.dim() > 1 else 0.3 * noise)
+    generator = torch.Generator().manual_seed(1)
+    for p in loop.parameters() if perturb else ():
+        noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        p.data.add_(perturb * (noise / math.sqrt(p.shape[-1]) if p.dim() > 1 else 0.3 * noise))
     return loop
 
 
@@ -285,18 +219,27 @@ def _run(loop: Loop) -> Iterator[tuple[Transition, Carry, Record]]:
 class _Probe:
     """What one run of a loop tells about its maps."""
 
-    def __init__(self, loop: Loop, *, perturb: bool = False):
+    def __init__(self, loop: Loop):
         self.adjoint_error = 0.0
-        self.causal = True
-        difference = size = 0.0
-        for _, _, record in _run(_float64_copy(loop, perturb=perturb)):
-            gradient = record.H.write(record.g)
-            difference += (gradient - record.x.write(record.g)).square().sum().item()
-            size += gradient.square().sum().item()
-            self.causal &= record.H.causal
-            for map in (record.H, record.x):
-                self.adjoint_error = max(self.adjoint_error, _dot_product_test(map, record))
-        self.gap = math.sqrt(difference / max(size, 1e-300))
+        self.causal = self.finite = True
+        differences, sizes = [], []
+        for _, _, record in _run(loop):
+            gradient, written = record.H.write(record.g), record.x.write(record.g)
+            self.finite &= all(bool(t.isfinite().all()) for t in (record.Y, gradient, written))
+            differences.append((gradient - written).norm().item())
+            sizes.append(gradient.norm().item())
+            self.causal &= record.H.causal and _writes_forward(record.H, record.g)
+            self.adjoint_error = max(
+                self.adjoint_error, *(_dot_product_test(map, record) for map in (record.H, record.x))
+            )
+        self.gap = math.hypot(*differences) / max(math.hypot(*sizes), 1e-300)
+        self.worst_step = max(range(len(differences)), key=differences.__getitem__)
+
+
+def _writes_forward(map: Map, g: Tensor) -> bool:
+    """Whether what is written to the tokens before the last does not depend on the last one's error."""
+    without = torch.cat([g[:, :-1], torch.zeros_like(g[:, -1:])], dim=1)
+    return torch.equal(map.write(g)[:, :-1], map.write(without)[:, :-1])
 
 
 def _dot_product_test(map: Map, record: Record) -> float:

@@ -98,10 +98,16 @@ class Dense(Map):
     W: Tensor
 
     def read(self, Y: Float[Tensor, "B T 1 d"]) -> Float[Tensor, "B T d"]:
+        self._check(Y.shape[-1], self.W.shape[1], "reads")
         return F.linear(_row(Y), self.W.to(Y.dtype))
 
     def write(self, g: Float[Tensor, "B T d"]) -> Float[Tensor, "B T 1 d"]:
+        self._check(g.shape[-1], self.W.shape[0], "writes")
         return (g @ self.W.to(g.dtype)).unsqueeze(-2)
+
+    def _check(self, width: int, wanted: int, does: str) -> None:
+        if width != wanted:
+            raise ValueError(f"a Dense map of shape {tuple(self.W.shape)} {does} a width of {wanted}, got {width}")
 
 
 @final

@@ -35,6 +35,19 @@ class Part(nn.Module):
     where: str = ""
 
 
+def symbol(part: object) -> str:
+    """A part's symbol; a user's part without one goes by the name of its class."""
+    given = getattr(part, "symbol", "?")
+    return type(part).__name__ if given == "?" else given
+
+
+def require(what: str, value: object, kind: type) -> None:
+    """A ValueError unless `value` is of the kind a user must give."""
+    if not isinstance(value, kind):
+        given = value.__name__ + " itself, not one of it" if isinstance(value, type) else type(value).__name__
+        raise ValueError(f"{what} must be a looptim {kind.__name__}, got {given}")
+
+
 def wide(x: Tensor) -> Tensor:
     """`x` in fp32, or float64 if it is: the dtype in which maps, steps and decays are computed."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -85,6 +98,11 @@ class Gate(nn.Module):
         self.gain = gain
 
     def forward(self, z: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
+        if z.shape[-1] != self.W.shape[1]:
+            raise ValueError(
+                f"a gate built for {self.W.shape[1]} features got {z.shape[-1]}; "
+                "it needs the width times the number of streams of the state"
+            )
         with full_precision(z):
             z = wide(z)
             logits = self.a.to(z.dtype) * F.linear(z, self.W.to(z.dtype)) + self.b.to(z.dtype)

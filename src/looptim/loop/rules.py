@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .controls import ConstantDecay, Decay, Step, StreamMatrix
-from .part import Context, Part, full_precision, wide
+from .part import Context, Part, full_precision, require, wide
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -36,6 +36,8 @@ class Rule(Part):
 
     def __init__(self, step: Step, decay: Decay):
         super().__init__()
+        require("step", step, Step)
+        require("decay", decay, Decay)
         self.step = step
         self.decay = decay
 
@@ -99,8 +101,8 @@ class MomentumRule(Rule):
         return super().init(Y)._replace(memory=0 * wide(Y))
 
     def forward(self, Y: Tensor, G: Tensor, ctx: Context, carry: Carry) -> tuple[Tensor, Carry]:
-        assert carry.memory is not None
-        M = self.beta * carry.memory + wide(G)
+        # None where the loop before had a rule without memory.
+        M = wide(G) if carry.memory is None else self.beta * carry.memory + wide(G)
         eta, lam = self.step(ctx, carry.eta), self.decay(ctx)
         return descend(Y, self.direction(G, M), eta, lam), Carry(eta, lam, M)
 

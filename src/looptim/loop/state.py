@@ -99,4 +99,4 @@ class Linear(Part):
         self.C = nn.Parameter(nn.init.orthogonal_(torch.empty(width, width), gain))
 
     def forward(self, Y: Float[Tensor, "B T 1 d"]) -> Float[Tensor, "B T d"]:
-        return nn.functional.linear(Y.squeeze(-2), self.C.to(Y.dtype))
+        return nn.functional.linear(Y.squeeze(-2), self.C.to(Y.dtype)).to(Y.dtype)

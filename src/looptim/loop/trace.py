@@ -69,7 +69,7 @@ def _observe_with(seen: Trace):
     """A hook that hands each call of a loop an observer of its own."""
 
     def hook(loop: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        first = True
+        first, outer = True, kwargs.get("observe")
 
         def observe(transition: Transition, record: Record) -> None:
             nonlocal first
@@ -84,6 +84,8 @@ def _observe_with(seen: Trace):
             seen.decay.append(lam.matrix if isinstance(lam, StreamMatrix) else torch.as_tensor(lam))
             seen.input_map.append(record.H)
             seen.objective.append(transition.objective.value(record.o, record.t))
+            if outer is not None:
+                outer(transition, record)
 
         return args, {**kwargs, "observe": observe}
 

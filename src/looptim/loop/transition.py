@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .maps import Map
 from .objectives import Objective
-from .part import Context, Part, rms_features
+from .part import Context, Part, require, rms_features
 from .projections import MapPart, Projection, rms_norm
 from .rules import Carry, Rule
 from .state import Copies, Mean
@@ -114,6 +114,12 @@ class Transition(nn.Module):
         features: Callable[[Tensor], Tensor] | None = rms_features,
     ):
         super().__init__()
+        require("projection", projection, Projection)
+        require("objective", objective, Objective)
+        require("rule", rule, Rule)
+        for name, part, kind in (("write", write, MapPart), ("target", target, Target)):
+            if part is not None:
+                require(name, part, kind)
         self.projection = projection
         self.objective = objective
         self.rule = rule
@@ -156,6 +162,8 @@ class Transition(nn.Module):
 
 
 def _same_shape(got: Tensor, wanted: Tensor, what: str, like: str) -> None:
+    if not isinstance(got, Tensor):
+        raise ValueError(f"{what} gave a {type(got).__name__}, not a tensor of the shape of {like}")
     if got.shape != wanted.shape:
         raise ValueError(
             f"{what} gave a tensor of shape {tuple(got.shape)}, but {like} is {tuple(wanted.shape)}; they must agree"
@@ -188,7 +196,10 @@ class Loop(nn.Module):
     ):
         super().__init__()
         self.shared = isinstance(transitions, Transition)
-        self.transitions = nn.ModuleList([transitions] if isinstance(transitions, Transition) else transitions)
+        listed = [transitions] if isinstance(transitions, Transition) else list(transitions)
+        for transition in listed:
+            require("a transition", transition, Transition)
+        self.transitions = nn.ModuleList(listed)
         if steps is None and self.shared:
             raise ValueError("a shared transition needs `steps`, the number of times it is applied")
         self.steps = len(self.transitions) if steps is None else steps
@@ -219,12 +230,19 @@ class Loop(nn.Module):
         with fewer steps waits at its start. `grad_steps` truncates backpropagation to the last so many steps (Huginn,
         Parcae). `observe` is called with every step's transition and record; `trace` is built on it.
         """
+        if not isinstance(e, Tensor) or not e.is_floating_point():
+            given = e.dtype if isinstance(e, Tensor) else type(e).__name__
+            raise ValueError(f"the loop takes a tensor of floating point numbers, got {given}")
         if e.dim() != 3 or e.shape[-1] != self.width:
             raise ValueError(
                 f"the loop was built for inputs of shape (batch, tokens, {self.width}), got {tuple(e.shape)}"
             )
+        if not callable(blocks):
+            raise ValueError(f"blocks must be a callable, got {type(blocks).__name__}")
+        if grad_steps is not None and grad_steps < 1:
+            raise ValueError(f"grad_steps must be at least 1, got {grad_steps}; without it all steps have a gradient")
         wants_step = _takes_step(blocks)
-        counts = steps if isinstance(steps, Tensor) else None
+        counts = self._check_counts(steps, e) if isinstance(steps, Tensor) else None
         schedule = self.schedule(int(steps.max()) if isinstance(steps, Tensor) else steps)
         first_grad = 0 if grad_steps is None else len(schedule) - grad_steps
         Y = self.start(e)
@@ -243,11 +261,21 @@ class Loop(nn.Module):
                 Y, carry = _where_begun(counts >= len(schedule) - index, (Y, carry), before)
         return self.readout(Y)
 
+    def _check_counts(self, steps: Tensor, e: Tensor) -> Tensor:
+        """Numbers of steps, one per sequence, that this loop can run."""
+        if not self.shared:
+            raise ValueError(
+                f"{self.name} has loop-specific parameters and cannot run as many steps as a sequence asks"
+            )
+        if steps.shape != e.shape[:1] or steps.is_floating_point() or not (steps >= 1).all():
+            raise ValueError(f"steps must be {e.shape[0]} whole numbers of at least 1, one per sequence, got {steps}")
+        return steps
+
     def schedule(self, steps: int | None = None) -> list[Transition]:
         """The transition of every step."""
         steps = self.steps if steps is None else steps
-        if steps < 1:
-            raise ValueError(f"steps must be at least 1, got {steps}")
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"steps must be a whole number of at least 1, got {steps!r}")
         transitions = cast("list[Transition]", list(self.transitions))
         if self.shared:
             return transitions * steps

@@ -1,0 +1,89 @@
+"""The run directory: whose it is, what a run records of itself, and that only one process trains into it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .config import Config, load_config
+from .data import Tokenizer
+
+
+def check(folder: Path, config: Config, *, resume: bool, force: bool) -> None:
+    """Whether a run directory can be this config's; nothing is written."""
+    written = folder / "config.toml"
+    if not written.is_file():
+        return
+    if not resume:
+        raise ValueError(f"{folder} already holds a run; add --resume to continue it, or choose another --out")
+    changes = difference(load_config(written), config)
+    if changes and not force:
+        raise ValueError(f"the config of {folder} has changed ({'; '.join(changes)}); undo that, or add --force")
+
+
+def difference(old: Config, new: Config) -> list[str]:
+    """What differs between two configs, as `key: old -> new`."""
+
+    def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+        if isinstance(value, dict) and value:
+            for name, inner in value.items():
+                yield from flat(inner, f"{key}.{name}" if key else name)
+        else:
+            yield key, value
+
+    before, after = dict(flat(old.model_dump())), dict(flat(new.model_dump()))
+    keys = sorted(before.keys() | after.keys())
+    return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if before.get(k) != after.get(k)]
+
+
+@contextmanager
+def claimed(folder: Path, *, first: bool) -> Iterator[None]:
+    """Hold the run directory while training into it; another process that wants it is told so."""
+    if not first:
+        yield
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / ".lock").open("w") as lock:
+            if not _lock(lock):
+                raise ValueError(f"another process is training into {folder}; stop it, or choose another --out")
+            yield
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise ValueError(f"cannot write to {folder}: {error.strerror}; choose another --out") from None
+
+
+def _lock(file: Any) -> bool:
+    """Take the lock, which the system gives back when the process ends, however it ends; True where there is none."""
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def record(folder: Path, config: Config, environment: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """Write what a run says of itself; config.toml comes last, since it is what makes the folder a run."""
+    try:
+        tokenizer.save(folder / "tokenizer")
+        write_whole(folder / "env.json", json.dumps(environment, indent=2))
+        write_whole(folder / "config.toml", config.to_toml())
+    except OSError as error:
+        raise ValueError(f"cannot write to {folder}: {error.strerror}; make room, or choose another --out") from None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file aside and rename it, so that it is there whole or not at all."""
+    aside = path.with_name(f".{path.name}.partial")
+    try:
+        aside.write_text(text)
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
