@@ -235,6 +235,8 @@ class LoopedModel(PreTrainedModel):
         with torch.device("meta"):
             head = Head(self.config.hidden_size, vocab_size=resized.weight.shape[0], chunk=old_lm_head.chunk)
         head.weight = cast(nn.Parameter, resized.weight)
+        # Or a later post_init would take it for a weight that no checkpoint brought.
+        cast(Any, head.weight)._is_hf_initialized = True
         return head
 
     def _set_gradient_checkpointing(self, enable: bool = True, **ignored: Any) -> None:
