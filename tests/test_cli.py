@@ -2,9 +2,9 @@
 
 import json
 import re
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,15 +18,15 @@ def run(*arguments, **options):
 
 
 def test_help_answers_fast_because_torch_is_not_imported():
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        done = run("--help")
-        times.append(time.perf_counter() - start)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = run("--help")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # The work it takes rather than the time it took: the machine may be busy.
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert done.returncode == 0
     assert "zoo" in done.stdout
     assert "diagnose" in done.stdout
-    assert min(times) < 0.5
+    assert seconds < 0.5
     probe = "import sys, looptim.cli; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", probe]).returncode == 0
 
@@ -46,7 +46,7 @@ def test_zoo_speaks_json_and_markdown():
     assert rows["parcae"]["gap"] == pytest.approx(1.236, abs=1e-3)
     assert rows["parcae_aligned"]["gap"] == 0
     lines = run("zoo", "--markdown").stdout.splitlines()
-    assert lines[0].startswith("| transition | o | λ | η | x | L | aligned | gap |")
+    assert lines[0].startswith("| transition | rule | o | λ | η | x | L | aligned | gap |")
     assert len({line.count("|") for line in lines}) == 1
 
 

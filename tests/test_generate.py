@@ -51,7 +51,10 @@ def test_generate_streams_the_same_text_from_the_run_and_from_the_exported_folde
         (["generate", "RUN", "1", "--loops", "5"], "loop-specific parameters for 2 steps and cannot run 5"),
         (["generate", "nowhere", "1"], "nowhere is neither a run nor an exported model"),
         (["generate", "RUN", "1" * 40], "the prompt has 40 tokens, but max_length is 32"),
-        (["generate", "RUN", "1", "--temperature", "-1"], "temperature must not be negative"),
+        (
+            ["generate", "RUN", "1", "--temperature", "-1"],
+            "temperature must be a number that is not negative, got -1.0",
+        ),
         (["export", "nowhere", "there"], "has no complete checkpoint"),
         (["report", "nowhere"], "nowhere"),
     ],
@@ -123,5 +126,5 @@ def test_nano_reaches_the_loss_the_readme_states(tmp_path):
     assert last["valid_loss"] == pytest.approx(NANO_LOSS, abs=NANO_TOLERANCE)
 
 
-NANO_LOSS, NANO_TOLERANCE = 0.0, 0.0
-"""The mean validation loss of three seeds, and four of their standard deviations or more."""
+NANO_LOSS, NANO_TOLERANCE = 3.01, 0.1
+"""Two seeds differed by 0.01 (docs/log.md); the rest is for other versions of Python, whose library is other text."""

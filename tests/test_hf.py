@@ -301,7 +301,7 @@ def test_loops_that_cannot_be_changed_are_refused(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path, loops=2)
     with pytest.raises(ValueError, match="layout '4' has no looped segment"):
         wrapped("none").set_loops(2)
-    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="steps must be a whole number of at least 1, got 0"):
         wrapped(loop=SHARED).set_loops(0)
 
 

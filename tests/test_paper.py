@@ -88,7 +88,7 @@ def test_a_10b_recipe_is_counted_in_seconds_without_allocating_it():
     import resource
     import time
 
-    start = time.perf_counter()
+    start = time.process_time()
     counted("32/loop3-operloop")
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4e6
