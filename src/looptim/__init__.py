@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import Config, ModelConfig, load_config  # noqa: F401
     from .count import count  # noqa: F401
+    from .evaluate import evaluate  # noqa: F401
     from .export import export  # noqa: F401
     from .generate import generate  # noqa: F401
     from .loop import *  # noqa: F403
@@ -32,6 +33,7 @@ _HOMES = {
     "load_config": "config",
     "LoopedLM": "model",
     "count": "count",
+    "evaluate": "evaluate",
     "export": "export",
     "generate": "generate",
     "load": "train",

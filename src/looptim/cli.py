@@ -206,16 +206,70 @@ def export(
 
 
 @app.command()
+def evaluate(
+    run: Run,
+    suite: Annotated[
+        str | None, typer.Option(help="paper, commonsense, generation, ppl or reasoning.", metavar="NAME")
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Tasks of lm-eval, or of the suite only these.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(metavar="N", help="Only the first N problems of each task.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Numbers do not depend on it.")] = 16,
+    loops: Annotated[int | None, typer.Option(min=1, help="Another number of loops, for shared transitions.")] = None,
+    allow_code: Annotated[
+        bool, typer.Option("--allow-code", help="Let HumanEval execute what the model writes; see docs/evaluation.md.")
+    ] = False,
+    out: Annotated[str | None, typer.Option(metavar="DIR", help="Where results go; RUN/eval by default.")] = None,
+    json: Json = False,
+) -> None:
+    """Run the paper's benchmarks; each task is written as it finishes, and a rerun skips what is done."""
+    import looptim
+
+    names = None if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()]
+    answer = looptim.evaluate(
+        run,
+        suite=suite,
+        tasks=names,
+        limit=limit,
+        batch_size=batch_size,
+        loops=loops,
+        allow_code=allow_code,
+        out=out,
+    )
+    if json:
+        print(json_module.dumps(answer, indent=2, ensure_ascii=False))
+        return
+    rows = [
+        [task, metric, f"{value:.4f}", f"{error:.4f}" if (error := result.get(metric.replace(",", "_stderr,"))) else ""]
+        for task, result in answer["results"].items()
+        for metric, value in result.items()
+        if "_stderr," not in metric
+    ]
+    _print_table(["task", "metric", "value", "± stderr"], rows)
+    means = {name: value for name, value in answer["averages"].items() if value is not None}
+    if means:
+        print(", ".join(f"{name} {value:.2f}" for name, value in means.items()))
+    print(f"{answer['folder']}: written; `looptim report {run}` makes the paper's tables")
+
+
+@app.command()
 def report(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories.")],
     out: Annotated[
         str | None, typer.Option(metavar="DIR", help="Where the report goes; RUN/report for one run.")
     ] = None,
 ) -> None:
-    """Draw what runs did: loss, learning rate, gradient norm, expert balance, step size and decay per loop."""
+    """Draw what runs did; print and write the paper's tables (Markdown, LaTeX, CSV) of those that were evaluated."""
+    from looptim.evaluate import write_tables
     from looptim.report import report as draw
 
-    print(draw(runs, out))
+    page = draw(runs, out)
+    text, files = write_tables(runs, page.parent)
+    if text:
+        print(text)
+    for path in (page, *files):
+        print(path)
 
 
 def _print_table(header: list[str], rows: list[list[str]]) -> None:

@@ -37,9 +37,10 @@ def generate(
         torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
     wrapped: Any = wrap(model.eval(), loops=loops)
+    device = model.embedding.weight.device
     out = wrapped.generate(
-        torch.tensor([ids]),
-        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+        torch.tensor([ids], device=device),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=device),
         max_new_tokens=min(max_new_tokens, room),
         streamer=_Streamer(tokenizer, stream) if stream else None,
         eos_token_id=tokenizer.eos,
@@ -66,8 +67,9 @@ def complete(
     for first in range(0, len(prompts), batch_size):
         rows = [tokenizer.encode(prompt) for prompt in prompts[first : first + batch_size]]
         length = max(map(len, rows))
-        tokens = torch.tensor([[tokenizer.eos] * (length - len(row)) + row for row in rows])
-        mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
+        padded = [[tokenizer.eos] * (length - len(row)) + row for row in rows]
+        tokens = torch.tensor(padded, device=model.embedding.weight.device)
+        mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=tokens.device)
         out = wrapped.generate(
             tokens,
             attention_mask=mask,

@@ -1,0 +1,69 @@
+"""Our synthetic reasoning tasks, by generation."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from ..config import Config
+from ..data import TASKS, evaluate_exact_match
+from ..data.tasks import STOP
+from ..generate import complete
+from .progress import Progress
+
+if TYPE_CHECKING:
+    from .run import Subject
+
+COUNT = 200
+"""Held-out problems of a task, unless a limit says otherwise."""
+
+
+def settings(name: str, config: Config | None) -> dict[str, Any]:
+    """What a result depends on: the knobs are those the run was trained with, else the task's defaults."""
+    trained = config is not None and config.data.source == f"synthetic:{name}"
+    return {"seeds": {"problems": 0}, "knobs": TASKS[name].settings(config.data.options if config and trained else {})}
+
+
+def run(
+    name: str, subject: Subject, settings: dict[str, Any], *, batch_size: int, progress: Progress
+) -> dict[str, Any]:
+    """The share of held-out problems that the model completes exactly."""
+    knobs, number = settings["knobs"], settings["limit"] or COUNT
+    answers = [TASKS[name].example("valid", 0, index, **knobs).answer for index in range(number)]
+    room = max(len(subject.tokenizer.encode(answer + STOP)) for answer in answers)
+    context = subject.model.config.max_length
+    seen = {"requests": number, "cut": 0, "longest": 0}
+
+    def generate(prompts: list[str]) -> list[str]:
+        lengths = [len(subject.tokenizer.encode(prompt)) + room for prompt in prompts]
+        seen.update(cut=sum(length > context for length in lengths), longest=max(lengths))
+        fitting = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= context]
+        progress.add(len(prompts), seen["cut"])
+        texts: list[str] = []
+        for first in range(0, len(fitting), batch_size):
+            some = fitting[first : first + batch_size]
+            texts += complete(
+                subject.model, subject.tokenizer, some, max_new_tokens=room, batch_size=batch_size, loops=subject.loops
+            )
+            progress.update(len(some))
+        done = iter(texts)
+        # Half a problem has no answer.
+        return [next(done) if length <= context else "" for length in lengths]
+
+    share = evaluate_exact_match(name, generate, count=number, knobs=knobs)
+    error = math.sqrt(share * (1 - share) / (number - 1)) if number > 1 else None
+    notes = []
+    if seen["cut"]:
+        notes.append(
+            f"{name}: {seen['cut']} of {number} problems do not fit the context of {context} tokens "
+            f"(the longest needs {seen['longest']}) and count as wrong"
+        )
+    results = {"exact_match,none": share} | ({} if error is None else {"exact_match_stderr,none": error})
+    return {
+        "results": results,
+        "parts": {},
+        "samples": {name: number},
+        "context": seen,
+        "sandbox": None,
+        "notes": notes,
+    }

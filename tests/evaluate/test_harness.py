@@ -1,0 +1,134 @@
+"""The model under lm-eval: what it answers does not depend on how requests are batched, and cuts are counted."""
+
+import pytest
+import torch
+from hf_models import looped
+
+pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'looptim[eval]'")
+
+from lm_eval.api.instance import Instance
+
+from looptim.data import Tokenizer
+from looptim.evaluate import harness
+from looptim.evaluate.journal import Journal
+from looptim.evaluate.progress import Progress
+from looptim.export import wrap
+
+PRESETS = ("none", "vanilla", "hyperloop", "operloop")
+TEXTS = [
+    ("The sky", " is blue"),
+    ("", "nothing before it"),
+    ("a", "b"),
+    ("a", "c"),
+    ("A longer question, with a comma and a full stop. The answer is", " no"),
+    ("Q: 1+1?\nA:", " two, which is " + "very " * 5 + "clear"),
+    ("é", "ü"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    Tokenizer.bytes().save(folder)
+    return folder
+
+
+def build(folder, *, batch_size, preset="operloop", **changes):
+    model = looped(preset, **({"vocab_size": 257, "max_length": 128} | changes))
+    wrapped = wrap(model)
+    wrapped.generation_config.eos_token_id = 256
+    return harness.Model(wrapped, folder, batch_size=batch_size)
+
+
+def ask(kind, *arguments):
+    return [Instance(kind, {}, args, index, ("task", index, 1)) for index, args in enumerate(arguments)]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_log_likelihoods_do_not_depend_on_batch_size_or_padding(folder, preset):
+    answers = {}
+    for size in (1, 2, 3, 16):
+        lm = build(folder, batch_size=size, preset=preset)
+        answers[size] = lm.loglikelihood(ask("loglikelihood", *TEXTS))
+    alone = [lm.loglikelihood(ask("loglikelihood", text))[0] for text in TEXTS]
+    for other in (*answers.values(), alone):
+        for (ours, greedy), (expected, also) in zip(other, answers[1], strict=True):
+            assert ours == pytest.approx(expected, abs=1e-5)
+            assert greedy == also
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_log_likelihood_is_the_model_s(folder, preset):
+    """Against the bare model, without transformers, a cache or padding."""
+    lm = build(folder, batch_size=8, preset=preset)
+    model = looped(preset, vocab_size=257, max_length=128)
+    for (context, continuation), (ours, _) in zip(TEXTS, lm.loglikelihood(ask("loglikelihood", *TEXTS)), strict=True):
+        before = list(context.encode()) or [256]
+        tokens = torch.tensor([before + list(continuation.encode())])
+        with torch.no_grad():
+            logits = model(tokens[:, :-1]).log_softmax(-1)[0, len(before) - 1 :]
+        expected = logits.gather(1, tokens[0, len(before) :, None]).sum().item()
+        assert ours == pytest.approx(expected, abs=1e-4)
+
+
+def test_rolling_and_generation_do_not_depend_on_the_batch_size_either(folder):
+    texts = [("x" * 300,), ("one two",), ("é" * 70,), ("a",)]
+    stop = {"until": ["\n"], "max_gen_toks": 6, "do_sample": False}
+    prompts = [("Q:", stop), ("A much longer prompt than the other", stop), ("1+1=", stop)]
+    rolling, generated = [], []
+    for size in (1, 8):
+        lm = build(folder, batch_size=size)
+        rolling.append(lm.loglikelihood_rolling(ask("loglikelihood_rolling", *texts)))
+        generated.append(lm.generate_until(ask("generate_until", *prompts)))
+        # Windows are made to fit, so nothing is cut.
+        assert (lm.cut.requests, lm.cut.cut) == (3, 0)
+    assert rolling[1] == pytest.approx(rolling[0], abs=1e-4)
+    assert generated[1] == generated[0]
+
+
+def test_prompts_that_do_not_fit_are_counted(folder):
+    lm = build(folder, batch_size=4)
+    lm.loglikelihood(ask("loglikelihood", ("x" * 200, "y"), ("x" * 128, "y"), ("x" * 129, "y")))
+    assert (lm.cut.requests, lm.cut.cut, lm.cut.longest) == (3, 2, 201)
+    with pytest.raises(ValueError, match="an answer to score has 200 tokens, but the context is 128"):
+        lm.loglikelihood(ask("loglikelihood", ("x", "y" * 200)))
+    lm.start(None, Progress("", quiet=True))
+    options = {"until": ["\n"], "max_gen_toks": 8}
+    lm.generate_until(ask("generate_until", ("x" * 121, options), ("x" * 120, options)))
+    assert (lm.cut.cut, lm.cut.longest, lm.cut.given) == (1, 129, 0)
+
+
+def test_a_task_that_would_generate_more_than_the_context_is_given_half_of_it(folder):
+    lm = build(folder, batch_size=4, max_length=32)
+    (text,) = lm.generate_until(ask("generate_until", ("x", {"until": [], "max_gen_toks": 1024})))
+    assert (lm.cut.asked, lm.cut.given) == (1024, 16)
+    assert len(text.encode()) <= 16 * 3
+
+
+def test_answers_in_the_journal_are_not_asked_for_again(folder, tmp_path, monkeypatch):
+    requests = ask("loglikelihood", *TEXTS)
+    lm = build(folder, batch_size=2)
+    journal = Journal(tmp_path, "task", {})
+    lm.start(journal, Progress("", quiet=True))
+    calls, stock = [], harness.HFLM._model_call
+
+    def interrupted(self, inps, *args):
+        calls.append(len(inps))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return stock(self, inps, *args)
+
+    monkeypatch.setattr(harness.HFLM, "_model_call", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lm.loglikelihood(requests)
+    journal.close(done=False)
+    again = Journal(tmp_path, "task", {})
+    assert len(again.answers) >= 4
+    lm.start(again, Progress("", quiet=True))
+    asked = len(calls)
+    answers = lm.loglikelihood(requests)
+    assert sum(calls[asked:]) == 2
+    assert lm.cut.requests == len(TEXTS)
+    expected = build(folder, batch_size=16).loglikelihood(requests)
+    assert [value for value, _ in answers] == pytest.approx([value for value, _ in expected], abs=1e-5)
+    assert all(isinstance(answer, tuple) for answer in answers)

@@ -1,0 +1,142 @@
+"""The paper's tables: made from results on disc, they are printed like the paper's."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from looptim.evaluate.averages import averages
+from looptim.evaluate.suites import ROWS
+from looptim.evaluate.tables import Column, main_table, read_columns, split_scales, tables, write_tables
+
+PAPER = json.loads((Path(__file__).parent / "paper_tables.json").read_text())
+BASE = {"layout": "18", "preset": "none", "options": {}, "loops": None, "parameters": 1000, "flops_per_token": 1e6}
+
+
+def model(preset, loops=3, **options):
+    if preset == "none":
+        return BASE
+    flops = 1e6 * (loops + 3) / 6
+    return BASE | {"preset": preset, "options": options, "loops": loops, "parameters": 556, "flops_per_token": flops}
+
+
+def column(name, rows, values, **of):
+    scores = dict(zip(rows, values, strict=True))
+    means = {key: value for key, value in averages(scores).items() if value is not None}
+    return Column(name, model(**of), {key: (value, None) for key, value in (scores | means).items()})
+
+
+def paper_columns():
+    content = PAPER["main"]
+    return [
+        column(name, content["rows"], rows, preset="none" if name.startswith("Base") else name.split()[0].lower())
+        for name, (rows, _) in content["columns"].items()
+    ]
+
+
+def test_the_main_table_marks_what_the_paper_marks():
+    columns = paper_columns()
+    table = main_table(split_scales(columns))
+    names = table.header[2:]
+    start = {row.name: row for row in ROWS}
+    by_row = {}
+    for row in table.rows[2:]:
+        for name, candidate in start.items():
+            if row[1] == candidate.label and (candidate.group == "PPL") == (row[0] == "PPL ↓") and row[0] != "flexible":
+                by_row[name] = row[2:]
+    assert len(by_row) == len(ROWS)
+    for kind in ("bold", "underline"):
+        for scale, expected in PAPER["main"][kind].items():
+            for row, winner in expected.items():
+                marked = [
+                    n for n, c in zip(names, by_row[row], strict=True) if c.mark == kind and n.endswith(f" {scale}")
+                ]
+                assert marked == [f"{winner} {scale}"], (row, kind)
+
+
+def test_ratios_are_of_the_baseline_of_each_scale():
+    table = main_table(split_scales(paper_columns()))
+    assert [cell.form.format(cell.value) for cell in table.rows[0][2:6]] == ["1.00×", "0.56×", "0.56×", "0.56×"]
+
+
+def test_alignment_loops_and_ablations_come_with_the_models_that_make_them():
+    content = PAPER["alignment"]
+    presets = ["none", "parcae", "parcae_aligned", "hyperloop", "hyperloop_aligned"]
+    columns = [
+        column(name, content["rows"], rows, preset=preset)
+        for (name, (rows, _)), preset in zip(content["columns"].items(), presets, strict=True)
+    ]
+    made = {table.name: table for table in tables(columns)}
+    assert set(made) == {"main", "alignment"}
+    gains = {row[0]: row[-1].value for row in made["alignment"].rows}
+    assert gains["Parcae (Aligned)"] == pytest.approx(0.15, abs=0.01)
+    assert gains["HyperLoop (Aligned)"] == pytest.approx(0.54, abs=0.01)
+    assert gains["Parcae"] is None
+
+    content = PAPER["loops"]
+    kinds = [("none", 3), ("hyperloop", 3), ("operloop", 3), ("hyperloop", 6), ("operloop", 6)]
+    columns = [
+        column(name, content["rows"], rows, preset=preset, loops=loops)
+        for (name, (rows, _)), (preset, loops) in zip(content["columns"].items(), kinds, strict=True)
+    ]
+    made = {table.name: table for table in tables(columns)}
+    assert set(made) == {"main", "loops"}
+    assert {row[0]: row[-1].value for row in made["loops"].rows}["OperLoop (Loop 6)"] == pytest.approx(8.01, abs=0.01)
+
+    columns = [column("full", [], [], preset="operloop"), column("less", [], [], preset="operloop", step="unit")]
+    ablations = {table.name: table for table in tables(columns)}["ablations"]
+    assert [row[1:3] for row in ablations.rows] == [["✓", "Causal"], ["✓", "×"]]
+
+
+def write(run, task, results, *, limit=None, loops=None, weights="w", **of):
+    suffix = ("" if loops is None else f".loops{loops}") + ("" if limit is None else f".limit{limit}")
+    settings = {"model": model(**of) | {"weights": weights}, "limit": limit}
+    file = run / "eval" / f"{task}{suffix}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"task": task, "settings": settings, "results": results, "notes": []}))
+
+
+def test_runs_become_columns_and_files(tmp_path):
+    base, run = tmp_path / "base_1", tmp_path / "run_1"
+    write(base, "piqa", {"acc_norm,none": 0.7, "acc_norm_stderr,none": 0.01}, preset="none")
+    write(run, "piqa", {"acc_norm,none": 0.5}, preset="operloop", limit=20)
+    write(run, "piqa", {"acc_norm,none": 0.75625, "acc_norm_stderr,none": 0.01}, preset="operloop")
+    write(run, "arc_easy", {"acc_norm,none": 0.25}, preset="operloop", limit=20)
+    write(run, "addition", {"exact_match,none": 0.5, "exact_match_stderr,none": 0.1}, preset="operloop")
+    write(run, "piqa", {"acc_norm,none": 0.8}, preset="operloop", loops=6)
+    text, files = write_tables([base, run], tmp_path / "report")
+    assert [file.name for file in files] == ["tables.md", "tables.tex", "tables.csv"]
+    assert "| Category | Dataset | base_1 | run_1 | run_1, 6 loops |" in text
+    assert "| Com.Sen. LL ↑ | PIQA<sub>n</sub> | 70.00 ± 1.00 | <u>75.62</u> ± 1.00 | **80.00** |" in text
+    assert "run_1: the first 20 problems of a task only" in text
+    assert "| addition exact_match | – | 50.00 ± 10.00 | – |" in text
+    latex = files[1].read_text()
+    assert "PIQA$_{\\mathrm{n}}$ & 70.00 {\\scriptsize $\\pm$1.00} & \\underline{75.62}" in latex
+    assert "\\textbf{run\\_1}" in latex
+    rows = list(csv.DictReader(io.StringIO(files[2].read_text())))
+    assert {
+        "table": "main",
+        "row": "Com.Sen. LL ↑ / PIQA_n",
+        "column": "run_1",
+        "value": "75.625",
+        "stderr": "1.0",
+        "mark": "underline",
+    } in rows
+
+
+def test_results_of_earlier_weights_are_left_out(tmp_path):
+    write(tmp_path, "piqa", {"acc_norm,none": 0.5}, preset="operloop", weights="old")
+    write(tmp_path, "arc_easy", {"acc_norm,none": 0.5}, preset="operloop", weights="new")
+    (only,) = read_columns(tmp_path)
+    assert set(only.scores) == {"arc_e"}
+
+
+def test_no_results_are_no_tables_and_a_broken_one_is_one_sentence(tmp_path):
+    assert write_tables([tmp_path], tmp_path / "report") == ("", [])
+    assert not (tmp_path / "report").exists()
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "x.json").write_text("{")
+    with pytest.raises(ValueError, match="is not a result of `looptim evaluate`"):
+        read_columns(tmp_path)
