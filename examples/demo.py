@@ -12,7 +12,7 @@ from looptim.report import read_run
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "nano.toml"
 RUNS = Path("runs") / "demo"
-STEPS = 100
+STEPS = 80
 
 
 def heading(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,11 +80,13 @@ def record(folder: Path, config: Config, environment: dict[str, Any], tokenizer:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file aside and rename it, so that it is there whole or not at all."""
-    aside = path.with_name(f".{path.name}.partial")
+    """Write a file aside, sync it and rename it: a reader finds the old one or the new one, whole."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        aside.write_text(text)
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         aside.replace(path)
-    except OSError:
+    finally:
         aside.unlink(missing_ok=True)
-        raise

@@ -2,13 +2,13 @@
 
 import json
 
-from looptim.evaluate.journal import Journal, read, write_whole
+from looptim.evaluate.journal import Journal, read, write_result
 
 
 def test_a_result_is_replaced_whole(tmp_path):
     file = tmp_path / "eval" / "task.json"
-    write_whole(file, {"results": 1})
-    write_whole(file, {"results": 2})
+    write_result(file, {"results": 1})
+    write_result(file, {"results": 2})
     assert read(file) == {"results": 2}
     assert [path.name for path in file.parent.iterdir()] == ["task.json"]
     file.write_text("{")

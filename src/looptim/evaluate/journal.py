@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from pathlib import Path
 from typing import Any, final
+
+from ..rundir import write_whole
 
 PARTIAL = ".partial"
 
 
-def write_whole(path: Path, value: Any) -> None:
-    """JSON, aside first and then renamed: a reader finds the old file or the new one."""
+def write_result(path: Path, value: Any) -> None:
+    """A result as JSON, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with aside.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=2, ensure_ascii=False, default=str)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    write_whole(path, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
 
 
 def read(path: Path) -> dict[str, Any] | None:

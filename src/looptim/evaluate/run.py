@@ -24,7 +24,7 @@ from ..export import open_model, wrap
 from ..model import LoopedLM
 from . import offline, reasoning
 from .averages import averages, scores
-from .journal import Journal, read, write_whole
+from .journal import Journal, read, write_result
 from .progress import Progress, duration
 from .suites import CODE, choose
 
@@ -88,7 +88,7 @@ def evaluate(
             else:
                 record |= _run_stock(lm, name, loaded[name], record, file, progress, allow_code)
             record["seconds"] = round(time.monotonic() - start, 3)
-            write_whole(file, record)
+            write_result(file, record)
             results[name] = record
             progress.end(_summary(record))
     table = scores({name: record["results"] for name, record in results.items()})
@@ -225,7 +225,7 @@ def _run_stock(
         # A tag has no number of its own.
         own = own or next(iter(answer["results"].values()))
         parts = {part: _numbers(result) for part, result in answer["results"].items() if part != name}
-        write_whole(file.parent / "samples" / file.name, _samples(answer["samples"]))
+        write_result(file.parent / "samples" / file.name, _samples(answer["samples"]))
         done = True
     finally:
         journal.close(done=done)
