@@ -209,7 +209,7 @@ def test_options_of_a_run(straight, tmp_path, change):
 
 @pytest.mark.parametrize("scheme", ["huginn", "parcae"])
 def test_loop_counts_can_be_sampled_and_backpropagation_truncated(tmp_path, scheme):
-    shared = {"loop": {"preset": "huginn"}}
+    shared = {"loop": {"preset": "huginn"}, "balance": "per_visit"}
     sampled = config(model=shared, loops={"scheme": scheme, "mean": 4.0, "grad_loops": 2}, steps=4, valid_every=4)
     run = lo.train(sampled, tmp_path / "run", progress=False)
     assert all(map(torch.isfinite, map(torch.tensor, losses(run).values())))

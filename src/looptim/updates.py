@@ -117,8 +117,10 @@ def _balance(run: Run, loads: dict[str, Tensor]) -> dict[str, Any]:
         moe = run.model.get_submodule(name)
         assert isinstance(moe, MoE)
         pooled = run.config.model.balance == "pooled"
+        # A sampled number of loops may be smaller or larger than the number of visits there are biases for.
         rows = load.sum(0, keepdim=True) if pooled else load[: len(moe.bias)]
-        moe.bias.copy_(balance_update(moe.bias, rows, run.config.model.balance_rate))
+        seen = moe.bias[: len(rows)]
+        seen.copy_(balance_update(seen, rows, run.config.model.balance_rate))
         unbalanced[name] = [round(r, 4) for r in (load.amax(-1) / load.float().mean(-1)).tolist()]
     if not unbalanced:
         return {}
