@@ -92,6 +92,7 @@ class LoopedLM(nn.Module):
         targets: Int[Tensor, "B T"],
         *,
         loops: int | Int[Tensor, " B"] | None = None,
+        total_loops: int | None = None,
         grad_loops: int | None = None,
     ) -> Output:
         """Mean cross entropy of the targets (-100 is ignored), and what balances the experts."""
@@ -99,7 +100,7 @@ class LoopedLM(nn.Module):
             given = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
             raise ValueError(f"targets must have the shape of tokens, {tuple(tokens.shape)}, got {given}")
         self.check_vocabulary(targets.masked_fill(targets == IGNORE, 0))
-        h, stats = self.hidden(self.embed(tokens), loops=loops, grad_loops=grad_loops)
+        h, stats = self.hidden(self.embed(tokens), loops=loops, total_loops=total_loops, grad_loops=grad_loops)
         cross_entropy = self.head(h, targets)
         auxiliary = torch.stack([s.aux_loss for _, s in stats]).mean() if stats else cross_entropy.new_zeros(())
         loads: dict[str, list[Tensor]] = {}
@@ -136,15 +137,17 @@ class LoopedLM(nn.Module):
         positions: Int[Tensor, "*B T"] | None = None,
         attend: Sequence[Attend] | None = None,
         loops: int | Int[Tensor, " B"] | None = None,
+        total_loops: int | None = None,
         grad_loops: int | None = None,
         observe: Callable[[Tensor], None] | None = None,
     ) -> tuple[Float[Tensor, "B T d"], list[tuple[int, MoEStats]]]:
         """The coda's normed output for embeddings `h`, and (block, stats) of every visit of a MoE layer.
 
-        `attend` has one slot per unrolled layer, in order: what a KV cache hangs on. `loops` and `grad_loops` are
-        `steps` and `grad_steps` of every loop. `observe` is given the output of every unrolled layer.
+        `attend` has one slot per unrolled layer, in order: what a KV cache hangs on. `loops`, `total_loops` and
+        `grad_loops` are `steps`, `total` and `grad_steps` of every loop. `observe` is given the output of every
+        unrolled layer.
         """
-        most = int(loops.max()) if isinstance(loops, Tensor) else loops
+        most = max(int(loops.max()), total_loops or 0) if isinstance(loops, Tensor) else loops
         config = self.config if most is None else self.config.with_loops(most)
         stats: list[tuple[int, MoEStats]] = []
 
@@ -172,6 +175,7 @@ class LoopedLM(nn.Module):
                 h,
                 lambda o, step, k=K, layers=layers: run(o, layers[step * k : (step + 1) * k]),
                 steps=R if loops is None else loops,
+                total=total_loops,
                 grad_steps=grad_loops,
             )
         return self.norm(h), stats

@@ -103,11 +103,12 @@ def sample_loops(config: Config, step: int, rows: slice) -> dict[str, Any]:
         sigma = 0.5
         normal = torch.randn((), generator=generator).item()
         rate = math.exp(sigma * normal + math.log(loops.mean) - sigma**2 / 2)
-        drawn: int | Tensor = int(torch.poisson(torch.tensor(rate), generator=generator)) + 1
-    else:
-        rates = torch.full((config.train.batch_size,), loops.mean)
-        drawn = torch.poisson(rates, generator=generator).clamp_min(1).long()[rows]
-    return {"loops": drawn, "grad_loops": loops.grad_loops}
+        drawn = int(torch.poisson(torch.tensor(rate), generator=generator)) + 1
+        return {"loops": drawn, "grad_loops": loops.grad_loops}
+    rates = torch.full((config.train.batch_size,), loops.mean)
+    whole = torch.poisson(rates, generator=generator).clamp_min(1).long()
+    # Every micro-batch and process runs as long as the longest of the global batch: FSDP and the loads need that.
+    return {"loops": whole[rows], "total_loops": int(whole.max()), "grad_loops": loops.grad_loops}
 
 
 def _balance(run: Run, loads: dict[str, Tensor]) -> dict[str, Any]:

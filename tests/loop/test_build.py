@@ -164,6 +164,8 @@ def test_every_name_of_the_design_is_there():
 def test_each_sequence_may_have_its_own_number_of_steps(name, options):
     loop, e = lo.build(name, width=8, steps=3, **options).double().eval(), torch.randn(3, 2, 8, dtype=torch.float64)
     together = loop(e, torch.tanh, steps=torch.tensor([2, 5, 1]))
+    longer = loop(e, torch.tanh, steps=torch.tensor([2, 5, 1]), total=9)
+    torch.testing.assert_close(longer, together)
     for row, steps in enumerate([2, 5, 1]):
         torch.testing.assert_close(together[row : row + 1], loop(e[row : row + 1], torch.tanh, steps=steps))
 

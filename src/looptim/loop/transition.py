@@ -221,14 +221,16 @@ class Loop(nn.Module):
         blocks: Callable[..., Tensor],
         *,
         steps: int | Int[Tensor, " B"] | None = None,
+        total: int | None = None,
         grad_steps: int | None = None,
         observe: Callable[[Transition, Record], None] | None = None,
     ) -> Float[Tensor, "B T d"]:
         """Loop over `e`, the prelude output. `blocks(o, step)`, or `blocks(o)`, is the shared stack.
 
-        A shared transition takes another number of `steps`, also one per sequence: all end together, and a sequence
-        with fewer steps waits at its start. `grad_steps` truncates backpropagation to the last so many steps (Huginn,
-        Parcae). `observe` is called with every step's transition and record; `trace` is built on it.
+        A shared transition takes another number of `steps`, also one per sequence: all end together, after the largest
+        of them or after `total`, and a sequence with fewer steps waits at its start. `grad_steps` truncates
+        backpropagation to the last so many steps (Huginn, Parcae). `observe` is called with every step's transition
+        and record; `trace` is built on it.
         """
         if not isinstance(e, Tensor) or not e.is_floating_point():
             given = e.dtype if isinstance(e, Tensor) else type(e).__name__
@@ -243,7 +245,7 @@ class Loop(nn.Module):
             raise ValueError(f"grad_steps must be at least 1, got {grad_steps}; without it all steps have a gradient")
         wants_step = _takes_step(blocks)
         counts = self._check_counts(steps, e) if isinstance(steps, Tensor) else None
-        schedule = self.schedule(int(steps.max()) if isinstance(steps, Tensor) else steps)
+        schedule = self.schedule(max(int(steps.max()), total or 0) if isinstance(steps, Tensor) else steps)
         first_grad = 0 if grad_steps is None else len(schedule) - grad_steps
         Y = self.start(e)
         carry = schedule[0].rule.init(Y)
