@@ -271,7 +271,7 @@ class Loop(nn.Module):
             )
         if steps.shape != e.shape[:1] or steps.is_floating_point() or not (steps >= 1).all():
             raise ValueError(f"steps must be {e.shape[0]} whole numbers of at least 1, one per sequence, got {steps}")
-        return steps
+        return steps.to(e.device)
 
     def schedule(self, steps: int | None = None) -> list[Transition]:
         """The transition of every step."""
