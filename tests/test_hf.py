@@ -26,7 +26,7 @@ from looptim.hf import LoopedConfig, LoopedForCausalLM, LoopedModel
 from looptim.model import LoopedLM
 
 
-def same(a, b):
+def assert_same(a, b):
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -79,16 +79,16 @@ def test_a_bad_config_is_one_sentence(change, message):
 def test_logits_are_those_of_the_looped_model_in_fp32():
     model = wrapped()
     output = model(tokens())
-    same(output.logits, model.looped(tokens()))
+    assert_same(output.logits, model.looped(tokens()))
     assert model.bfloat16()(tokens()).logits.dtype == torch.float32
 
 
 def test_inputs_by_embedding_and_outputs_in_part():
     model = wrapped()
     expected = model(tokens()).logits
-    same(model(inputs_embeds=model.get_input_embeddings()(tokens())).logits, expected)
-    same(model(tokens(), logits_to_keep=3).logits, expected[:, -3:])
-    same(model(tokens(), logits_to_keep=torch.tensor([0, 5])).logits, expected[:, [0, 5]])
+    assert_same(model(inputs_embeds=model.get_input_embeddings()(tokens())).logits, expected)
+    assert_same(model(tokens(), logits_to_keep=3).logits, expected[:, -3:])
+    assert_same(model(tokens(), logits_to_keep=torch.tensor([0, 5])).logits, expected[:, [0, 5]])
     assert isinstance(model(tokens(), return_dict=False), tuple)
 
 
@@ -98,10 +98,10 @@ def test_hidden_states_are_the_embedding_and_every_unrolled_layer():
     model.looped.hidden(model.looped.embed(tokens()), observe=seen.append)
     states = model(tokens(), output_hidden_states=True).hidden_states
     assert len(states) == model.config.num_hidden_layers + 1 == 9
-    same(states[0], model.looped.embed(tokens()))
+    assert_same(states[0], model.looped.embed(tokens()))
     for state, expected in zip(states[1:-1], seen[:-1], strict=True):
-        same(state, expected)
-    same(model.looped.head(states[-1]), model(tokens()).logits)
+        assert_same(state, expected)
+    assert_same(model.looped.head(states[-1]), model(tokens()).logits)
 
 
 def test_attentions_are_causal_and_keep_to_the_window():
@@ -122,8 +122,8 @@ def test_packed_sequences_do_not_see_each_other():
         # In training, without a word about the cache, there is none.
         model.train("labels" in options)
         packed = model(torch.cat([first, second], dim=1), position_ids=positions, **options).logits
-        same(packed[:, :9], model.looped(first))
-        same(packed[:, 9:], model.looped(second))
+        assert_same(packed[:, :9], model.looped(first))
+        assert_same(packed[:, 9:], model.looped(second))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_the_loss_is_that_of_the_looped_model(training):
     output = model(tokens()[:, :-1], labels=labels[:, :-1])
     # transformers shifts the labels itself, so one position fewer counts.
     shorter = model.looped.loss(tokens()[:, :-1], torch.nn.functional.pad(tokens()[:, 1:-1], (0, 1), value=-100))
-    same(output.loss, shorter.loss if training else shorter.cross_entropy)
+    assert_same(output.loss, shorter.loss if training else shorter.cross_entropy)
     assert output.aux_loss > 0 and expected.loss > expected.cross_entropy
 
 
@@ -168,7 +168,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(preset):
     model.gradient_checkpointing_enable()
     assert model.is_gradient_checkpointing and model.looped.checkpointing
     for got, expected in zip(gradients(), plain, strict=True):
-        same(got, expected)
+        assert_same(got, expected)
     assert len(model(tokens(), output_hidden_states=True).hidden_states) == 9
     with pytest.raises(ValueError, match="gradient checkpointing runs layers twice"):
         model(tokens(), past_key_values=wrapped(preset)(tokens()).past_key_values)
@@ -227,11 +227,11 @@ def test_lora_trains_attention_and_experts(tmp_path):
     fresh = wrapped()
     for name, tensor in fresh.state_dict().items():
         assert torch.equal(tensor, base[name])
-    same(fresh(tokens()).logits, before)
-    same(peft.PeftModel.from_pretrained(fresh, tmp_path).eval()(input_ids=tokens()).logits, after)
+    assert_same(fresh(tokens()).logits, before)
+    assert_same(peft.PeftModel.from_pretrained(fresh, tmp_path).eval()(input_ids=tokens()).logits, after)
     fresh = wrapped()
     fresh.load_adapter(str(tmp_path))
-    same(fresh(tokens()).logits, after)
+    assert_same(fresh(tokens()).logits, after)
 
 
 @pytest.mark.parametrize("preset", ["operloop", "parcae", "none"])
@@ -253,17 +253,17 @@ def test_a_folder_loads_with_the_auto_classes(preset, tied, tmp_path):
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name]), name
     assert (again.looped.head.weight is again.looped.embedding.weight) == tied
-    same(again.looped(tokens()), model.looped(tokens()))
+    assert_same(again.looped(tokens()), model.looped(tokens()))
     hidden = AutoModel.from_pretrained(tmp_path)
     assert type(hidden) is LoopedModel
-    same(hidden(tokens()).last_hidden_state, model(tokens(), output_hidden_states=True).hidden_states[-1])
+    assert_same(hidden(tokens()).last_hidden_state, model(tokens(), output_hidden_states=True).hidden_states[-1])
 
 
 def test_a_folder_in_shards_and_in_bf16_loads(tmp_path):
     model = wrapped()
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    same(LoopedForCausalLM.from_pretrained(tmp_path)(tokens()).logits, model(tokens()).logits)
+    assert_same(LoopedForCausalLM.from_pretrained(tmp_path)(tokens()).logits, model(tokens()).logits)
     half = LoopedForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert half.looped.blocks[1].attention.q.weight.dtype == torch.bfloat16
     # Their steps of 5e-3 would be lost in bf16.
@@ -277,7 +277,7 @@ def test_loading_with_more_loops_runs_the_same_weights_longer(tmp_path):
     for loops in (1, 2, 6):
         longer = AutoModelForCausalLM.from_pretrained(tmp_path, loops=loops)
         assert longer.config.num_hidden_layers == len(longer.slots) == 2 + 2 * loops
-        same(longer(tokens()).logits, model.looped(tokens(), loops=loops))
+        assert_same(longer(tokens()).logits, model.looped(tokens(), loops=loops))
         longer.save_pretrained(tmp_path / str(loops))
         assert LoopedForCausalLM.from_pretrained(tmp_path / str(loops)).config.loops == loops
 
@@ -286,7 +286,7 @@ def test_a_live_model_changes_its_loops():
     model = wrapped(loop=SHARED)
     for loops in (5, 1, None):
         model.set_loops(loops)
-        same(model(tokens()).logits, model.looped(tokens(), loops=loops))
+        assert_same(model(tokens()).logits, model.looped(tokens(), loops=loops))
         assert [slot.layer_idx for slot in model.slots] == list(range(model.config.num_hidden_layers))
 
 
@@ -349,10 +349,10 @@ def test_the_vocabulary_can_be_resized(tied, tmp_path):
     before = model(tokens()).logits
     model.resize_token_embeddings(80)
     assert (model.looped.head.weight is model.looped.embedding.weight) == tied
-    same(model(tokens()).logits[..., :64], before)
+    assert_same(model(tokens()).logits[..., :64], before)
     assert model(torch.full((1, 4), 79)).logits.shape[-1] == 80
     model.save_pretrained(tmp_path)
-    same(LoopedForCausalLM.from_pretrained(tmp_path)(tokens()).logits, model(tokens()).logits)
+    assert_same(LoopedForCausalLM.from_pretrained(tmp_path)(tokens()).logits, model(tokens()).logits)
 
 
 def test_a_wrapper_shares_the_weights_of_what_it_wraps():
@@ -409,7 +409,7 @@ def test_lm_eval_and_the_pipeline_read_the_folder(tmp_path):
     pairs = [("w1 w2 w3", " w4 w5"), ("w7", " w8")]
     scores = scorer.loglikelihood([instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)])
     long, short = (model.looped(torch.tensor([ids])).log_softmax(-1)[0] for ids in ([1, 2, 3, 4, 5], [7, 8]))
-    same(torch.tensor([score for score, _ in scores]), torch.stack([long[2, 4] + long[3, 5], short[0, 8]]))
+    assert_same(torch.tensor([score for score, _ in scores]), torch.stack([long[2, 4] + long[3, 5], short[0, 8]]))
     generated = pipeline("text-generation", model=str(tmp_path))("w1 w2", max_new_tokens=4, do_sample=False)
     expected = model.generate(
         torch.tensor([[1, 2]]), max_new_tokens=4, do_sample=False, eos_token_id=63, pad_token_id=63
