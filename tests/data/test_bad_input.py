@@ -186,3 +186,13 @@ def test_settings_that_mean_nothing_are_errors(corpus, open_):
         DataConfig(sorce="stdlib")
     with pytest.raises(ValueError, match="seq_len 0 must be at least 1"):
         open_(corpus, seq_len=0)
+
+
+def test_a_fold_that_is_not_there(tmp_path, open_):
+    with pytest.raises(
+        ValueError, match=r"valid_fold \(4\) does not exist: shares of valid_fraction \(0.25\) number 4"
+    ):
+        DataConfig(valid_fraction=0.25, valid_fold=4)
+    (tmp_path / "one.txt").write_text("one long document\n" * 100)
+    with pytest.raises(ValueError, match="valid_fold 1 leaves a split"):
+        open_(tmp_path / "one.txt", valid_fold=1)

@@ -98,6 +98,13 @@ def test_train_and_validation_share_no_document(corpus, open_, texts, documents)
     assert (dataset.fingerprint["train_documents"], dataset.fingerprint["valid_documents"]) == (len(train), len(valid))
 
 
+def test_folds_hold_out_disjoint_documents(corpus, open_, texts, documents):
+    folds = [open_(corpus, valid_fraction=0.25, valid_fold=fold) for fold in range(4)]
+    held_out = [text for dataset in folds for text in texts(dataset, "valid")]
+    assert sorted(held_out) == sorted(documents)
+    assert sorted(texts(folds[1], "train") + texts(folds[1], "valid")) == sorted(documents)
+
+
 def test_few_long_documents_are_split_at_their_tails(tmp_path, open_, texts):
     lines = [f"line {number} of a long text\n" for number in range(400)]
     (tmp_path / "a.txt").write_text("".join(lines))

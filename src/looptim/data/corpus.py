@@ -28,7 +28,7 @@ _FORMAT = 1
 class Corpus:
     """Documents and the way they are split.
 
-    `by` is "document": a document goes to `valid` if the hash of its text falls below the fraction, so equal
+    `by` is "document": a document goes to `valid` if the hash of its text falls into the fold's share, so equal
     documents are on the same side; "tail": the end of every document does, for a corpus of so few documents that the
     hash leaves a split without any; or "source": validation has a source of its own.
     """
@@ -36,6 +36,7 @@ class Corpus:
     source: Source
     valid_source: Source | None
     fraction: float
+    fold: int
     by: Literal["document", "tail", "source"]
     key: str
     """What the cache knows it by: changes with the text and with its split."""
@@ -49,7 +50,7 @@ class Corpus:
                 yield document, "train", _cut(document, self.fraction, tail=False)
                 yield document, "valid", _cut(document, self.fraction, tail=True)
             else:
-                yield document, held_out(document, self.fraction), document.pieces()
+                yield document, held_out(document, self.fraction, self.fold), document.pieces()
         if self.valid_source is not None:
             for document in self.valid_source.documents():
                 yield document, "valid", document.pieces()
@@ -67,9 +68,10 @@ class Corpus:
                 return
 
 
-def held_out(document: Document, fraction: float) -> Split:
-    """The split of a document by the hash of its text."""
-    return "valid" if int.from_bytes(document.digest[:8], "big") < fraction * 2**64 else "train"
+def held_out(document: Document, fraction: float, fold: int) -> Split:
+    """The split of a document by the hash of its text; the documents held out in different folds are disjoint."""
+    place = int.from_bytes(document.digest[:8], "big") / 2**64
+    return "valid" if fold * fraction <= place < (fold + 1) * fraction else "train"
 
 
 def find_corpus(config: DataConfig, *, cache: Path, progress: bool) -> Corpus:
@@ -77,15 +79,21 @@ def find_corpus(config: DataConfig, *, cache: Path, progress: bool) -> Corpus:
     source, valid_source = find_source(config), find_valid_source(config)
     sources = [source] if valid_source is None else [source, valid_source]
     fraction = config.valid_fraction if valid_source is None else 0.0
+    fold = config.valid_fold
     by = "document" if valid_source is None else "source"
-    scans = [_scan(each, fraction, cache, progress) for each in sources if each.scannable]
+    scans = [_scan(each, fraction, fold, cache, progress) for each in sources if each.scannable]
     if len(scans) < len(sources):
-        key = digest([_FORMAT, by, fraction, [each.signature for each in sources]])
-        return Corpus(source, valid_source, fraction, by, key, None)
+        key = digest([_FORMAT, by, fraction, fold, [each.signature for each in sources]])
+        return Corpus(source, valid_source, fraction, fold, by, key, None)
     if by == "document" and fraction and not (scans[0].train and scans[0].valid):
+        if fold:
+            raise ValueError(
+                f"data.valid_fold {fold} leaves a split of {source.name!r} empty: it has too few documents; give more, "
+                "or leave valid_fold out"
+            )
         by = "tail"
-    key = digest([_FORMAT, by, fraction, [scan.content for scan in scans]])
-    return Corpus(source, valid_source, fraction, by, key, sum(scan.characters for scan in scans))
+    key = digest([_FORMAT, by, fraction, fold, [scan.content for scan in scans]])
+    return Corpus(source, valid_source, fraction, fold, by, key, sum(scan.characters for scan in scans))
 
 
 @final
@@ -98,9 +106,9 @@ class _Scan:
     valid: int
 
 
-def _scan(source: Source, fraction: float, cache: Path, progress: bool) -> _Scan:
+def _scan(source: Source, fraction: float, fold: int, cache: Path, progress: bool) -> _Scan:
     """The hash of a source's documents, remembered by what the files look like from outside."""
-    memo = cache / "scans" / f"{digest([_FORMAT, source.signature, fraction])}.json"
+    memo = cache / "scans" / f"{digest([_FORMAT, source.signature, fraction, fold])}.json"
     if memo.is_file():
         try:
             return _Scan(**json.loads(memo.read_text()))
@@ -111,7 +119,7 @@ def _scan(source: Source, fraction: float, cache: Path, progress: bool) -> _Scan
         for document in source.documents():
             content.update(document.digest)
             characters += document.length
-            counts[held_out(document, fraction)] += 1
+            counts[held_out(document, fraction, fold)] += 1
             advance(document.length)
     if not characters:
         raise ValueError(
