@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .loop import *  # noqa: F403
     from .model import LoopedLM  # noqa: F401
     from .report import report  # noqa: F401
+    from .study import study  # noqa: F401
     from .train import load, train  # noqa: F401
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ _HOMES = {
     "generate": "generate",
     "load": "train",
     "report": "report",
+    "study": "study",
     "train": "train",
 }
 """The modules of the names that are not the framework's."""

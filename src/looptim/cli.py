@@ -272,6 +272,33 @@ def report(
         print(path)
 
 
+@app.command()
+def study(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A TOML file, such as studies/main.toml.")],
+    out: Annotated[str, typer.Option(metavar="DIR", help="Where the table, the figures and the page go.")],
+    scale: Annotated[str | None, typer.Option(help="A size the file names, such as smoke.", metavar="NAME")] = None,
+    set: Set = None,
+    runs: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Where runs go, to be shared by studies; DIR/runs by default.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="Runs trained at a time.")] = 1,
+) -> None:
+    """Compare transitions over seeds; finished runs are skipped, and the same command continues what was cut."""
+    import looptim
+    from looptim.study import load_plan
+
+    plan = load_plan(file, scale=scale, set=set or ())
+    rows = [[name, plan.counts[name].name, f"{plan.flops(name):.3f}×"] for name in plan.study.variants]
+    _print_table(["variant", "model", f"training FLOPs / {plan.study.reference}"], rows)
+    try:
+        page = looptim.study(file, out, scale=scale, set=set or (), runs=runs, jobs=jobs)
+    except KeyboardInterrupt:
+        print(f"looptim: stopped; the same command continues {out}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    print((page.parent / "results.md").read_text(encoding="utf-8"))
+    print(page)
+
+
 def _print_table(header: list[str], rows: list[list[str]]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console

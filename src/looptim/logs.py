@@ -124,7 +124,8 @@ def _drop_lines_after(path: Path, step: int) -> None:
     kept = []
     for line in path.read_text().splitlines():
         try:
-            if json.loads(line)["step"] <= step:
+            # From the start again, also the validation before the first update.
+            if step and json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
         except ValueError:
             continue

@@ -144,6 +144,9 @@ def _loop(run: Run, log: RunLog, first_step: int) -> None:
     settings = run.config.train
     flops = 3 * sum(count(run.config).flops.values())
     with StopRequest() as stop:
+        if first_step == 0:
+            # What the loops do before anything is learned.
+            log.validation(0, validate(run), 0)
         for step in range(first_step, settings.steps):
             log.update(step, update(run, step), run.tokens_per_step, flops)
             done = step + 1

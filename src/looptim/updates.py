@@ -21,6 +21,10 @@ from .optim import MuonAdamW, clip_gradients, learning_rate
 from .parallel import World
 
 
+class DivergedError(ValueError):
+    """A loss or a gradient that is no number any more."""
+
+
 @final
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -52,7 +56,7 @@ def update(run: Run, step: int) -> dict[str, Any]:
     norm = clip_gradients(run.model.parameters(), optim.clip)
     if not math.isfinite(loss) or not torch.isfinite(norm):
         what = "loss" if not math.isfinite(loss) else "gradient"
-        raise ValueError(
+        raise DivergedError(
             f"the {what} of step {step} is not finite; the last checkpoint, if any, is kept; lower optim.lr"
         )
     run.optimizer.step()

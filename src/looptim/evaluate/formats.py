@@ -21,6 +21,10 @@ class Cell(NamedTuple):
     mark: Literal["bold", "underline"] | None = None
     form: str = "{:.2f}"
 
+    def error_text(self) -> str:
+        """As the value is printed, without a sign."""
+        return self.form.replace("+", "").format(self.error)
+
 
 @dataclass(frozen=True)
 class Table:
@@ -71,7 +75,7 @@ def _markdown_cell(cell: str | Cell) -> str:
         return ABSENT
     text = cell.form.format(cell.value)
     text = {"bold": f"**{text}**", "underline": f"<u>{text}</u>", None: text}[cell.mark]
-    return text if cell.error is None else f"{text} ± {cell.error:.2f}"
+    return text if cell.error is None else f"{text} ± {cell.error_text()}"
 
 
 def _markdown_label(text: str) -> str:
@@ -131,7 +135,7 @@ def _latex_cell(cell: str | Cell) -> str:
         return "--"
     text = _latex_label(cell.form.format(cell.value))
     text = {"bold": f"\\textbf{{{text}}}", "underline": f"\\underline{{{text}}}", None: text}[cell.mark]
-    return text if cell.error is None else f"{text} {{\\scriptsize $\\pm${cell.error:.2f}}}"
+    return text if cell.error is None else f"{text} {{\\scriptsize $\\pm${cell.error_text()}}}"
 
 
 SYMBOLS = {

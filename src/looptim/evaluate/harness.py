@@ -24,10 +24,11 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
+from ..data import TASKS
 from .journal import Journal
 from .progress import Progress
 from .sandbox import CodeEval
-from .suites import CODE, FOLDERS, SHOTS, nearest
+from .suites import CODE, FOLDERS, SHOTS, nearest, refusal
 
 VERSION = importlib.metadata.version("lm_eval")
 # The decorator that registers it hides what it is.
@@ -66,7 +67,7 @@ def quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def load_tasks(names: Sequence[str]) -> dict[str, Any]:
+def load_tasks(names: Sequence[str], *, allow_code: bool) -> dict[str, Any]:
     """What lm-eval loads for each name, data sets included. What is missing is one sentence about all of it."""
     root = Path(lm_eval.tasks.__file__).parent
     if all(name in FOLDERS for name in names):
@@ -76,22 +77,33 @@ def load_tasks(names: Sequence[str]) -> dict[str, Any]:
         manager = TaskManager()
     for name in names:
         if name not in manager.all_tasks:
-            raise ValueError(
-                f"unknown task {name!r}{nearest(name, manager.all_tasks)} lm-eval {VERSION} has no such task"
-            )
+            hint = nearest(name, [*TASKS, *manager.all_tasks])
+            raise ValueError(f"unknown task {name!r}{hint} neither looptim nor lm-eval {VERSION} has it")
     loaded, missing = {}, {}
     # Code tasks last: they import their metric, which takes seconds, and in vain if something is missing.
     for name in sorted(names, key=lambda name: name in CODE):
         try:
             if name in CODE:
-                datasets.load_dataset_builder(CODE[name])
+                with quiet():
+                    datasets.load_dataset_builder(CODE[name])
             if name not in CODE or not missing:
                 loaded[name] = _load(manager, name)
-        except (OSError, ValueError) as error:
+        except ImportError as error:
+            raise ValueError(f"task {name!r} needs a package ({error}); install it, or leave the task out") from None
+        except (OSError, ValueError, RuntimeError) as error:
+            if "HF_ALLOW_CODE_EVAL" in str(error):
+                raise ValueError(refusal([name])) from None
             missing.setdefault(_what_is_missing(error), []).append(name)
     if missing:
         raise MissingDataError(missing)
-    return loaded
+    chosen = {}
+    for name in names:
+        if isolate_code(name, loaded[name]) and not allow_code:
+            raise ValueError(refusal([name]))
+        # A tag is no more than its tasks, and has no number of its own.
+        parts = loaded[name]["tasks"] if name in manager.all_tags else {}
+        chosen |= {part: {"tasks": {part: task}} for part, task in parts.items()} or {name: loaded[name]}
+    return chosen
 
 
 def _load(manager: TaskManager, name: str) -> Any:
@@ -132,27 +144,30 @@ def num_fewshot(name: str, loaded: dict[str, Any]) -> int | None:
     return numbers.pop() if len(numbers) == 1 else None
 
 
-def isolate_code(loaded: dict[str, Any]) -> CodeEval | None:
+def isolate_code(name: str, loaded: dict[str, Any]) -> CodeEval | None:
     """Put our limited processes where a code task calls the `code_eval` metric; nothing else of it changes."""
-    metric = None
-    for task in loaded["tasks"].values():
+    metric = CodeEval()
+    isolated = set()
+    for part, task in loaded["tasks"].items():
         for function in task._metric_fn_list.values():
             # lm-eval keeps the bound `__call__` of a function.
             scope = getattr(getattr(function, "__self__", function), "__globals__", {})
-            if "compute_" in scope:
-                metric = metric or CodeEval()
-                scope["compute_"] = metric
-    return metric
+            for variable, value in scope.items():
+                if getattr(value, "name", None) == CodeEval.name:
+                    scope[variable] = metric
+                    isolated.add(part)
+        if task.UNSAFE_CODE and part not in isolated:
+            raise ValueError(f"{name} executes what the model writes by means that looptim cannot limit; leave it out")
+    return metric if isolated else None
 
 
-def run(lm: Model, loaded: dict[str, Any], *, limit: int | None, allow_code: bool) -> Any:
+def run(lm: Model, loaded: dict[str, Any], *, limit: int | None) -> Any:
     """The results of one task or group, as lm-eval's own command would have them."""
     random.seed(SEEDS["random"])
     np.random.seed(SEEDS["numpy"])
     torch.manual_seed(SEEDS["torch"])
-    return evaluator.evaluate(
-        lm=lm, task_dict=loaded, limit=limit, log_samples=True, confirm_run_unsafe_code=allow_code
-    )
+    # Whether code may be run was asked before it was loaded.
+    return evaluator.evaluate(lm=lm, task_dict=loaded, limit=limit, log_samples=True, confirm_run_unsafe_code=True)
 
 
 def _key(kind: str, arguments: tuple[Any, ...]) -> str:

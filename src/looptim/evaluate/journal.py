@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
 
@@ -12,10 +13,22 @@ from ..rundir import write_whole
 PARTIAL = ".partial"
 
 
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Words what the disc refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"cannot write results to {folder}: {error.strerror or error}; make room there, or choose another --out"
+        ) from None
+
+
 def write_result(path: Path, value: Any) -> None:
     """A result as JSON, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
+    with writing(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
 
 
 def read(path: Path) -> dict[str, Any] | None:
@@ -29,36 +42,43 @@ def read(path: Path) -> dict[str, Any] | None:
 
 @final
 class Journal:
-    """The answers to the requests of one task, each on disc as soon as it is known.
+    """The answers to the requests of the task whose result will be `path`, each on disc as soon as it is known.
 
     Answers given under other settings are dropped; a last line that a kill has cut is ignored.
     """
 
-    def __init__(self, folder: Path, name: str, settings: dict[str, Any]):
-        self.path = folder / PARTIAL / f"{name}.jsonl"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, path: Path, settings: dict[str, Any]):
+        self.folder = path.parent
+        self.path = self.folder / PARTIAL / f"{path.stem}.jsonl"
         self.answers: dict[str, Any] = {}
-        # As they are when they come back.
-        settings = json.loads(json.dumps(settings, default=str))
-        lines = self._lines()
-        if lines[:1] == [{"settings": settings}]:
-            self.answers = {line["key"]: line["answer"] for line in lines[1:]}
-        self.file = self.path.open("w", encoding="utf-8")
-        self._write({"settings": settings})
-        for key, answer in self.answers.items():
-            self._write({"key": key, "answer": answer})
+        with writing(self.folder):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            kept = self._restore(settings) if self.path.is_file() else 0
+            # What is there stays: it could not be written again if the disc is full, or a kill comes.
+            self.file = self.path.open("a", encoding="utf-8")
+            self.file.truncate(kept)
+        if not kept:
+            self._write({"settings": settings})
 
-    def _lines(self) -> list[dict[str, Any]]:
-        lines = []
-        if self.path.is_file():
-            with contextlib.suppress(ValueError):
-                for text in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
-                    lines.append(json.loads(text))
-        return lines
+    def _restore(self, settings: dict[str, Any]) -> int:
+        """Take over what is there, and return how many bytes of it are whole lines."""
+        size = 0
+        for text in self.path.read_bytes().splitlines(keepends=True):
+            try:
+                line = json.loads(text)
+            except ValueError:
+                break
+            if not text.endswith(b"\n") or (size == 0 and line != {"settings": settings}):
+                break
+            if size:
+                self.answers[line["key"]] = line["answer"]
+            size += len(text)
+        return size
 
     def _write(self, line: dict[str, Any]) -> None:
-        self.file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self.file.flush()
+        with writing(self.folder):
+            self.file.write(json.dumps(line) + "\n")
+            self.file.flush()
 
     def add(self, key: str, answer: Any) -> None:
         """An answer; a power cut may take the last ones, a kill of the process does not."""
@@ -66,10 +86,16 @@ class Journal:
             self.answers[key] = answer
             self._write({"key": key, "answer": answer})
 
-    def close(self, *, done: bool) -> None:
-        """Kept for a rerun unless the task is done."""
-        self.file.close()
-        if done:
-            self.path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                self.path.parent.rmdir()
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # Whatever is not on disc by now has been complained about.
+        with contextlib.suppress(OSError):
+            self.file.close()
+
+    def remove(self) -> None:
+        """Once the result is written."""
+        self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.path.parent.rmdir()

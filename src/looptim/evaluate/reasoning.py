@@ -9,6 +9,7 @@ from ..config import Config
 from ..data import TASKS, evaluate_exact_match
 from ..data.tasks import STOP
 from ..generate import complete
+from .journal import Journal
 from .progress import Progress
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def settings(name: str, config: Config | None) -> dict[str, Any]:
 
 
 def run(
-    name: str, subject: Subject, settings: dict[str, Any], *, batch_size: int, progress: Progress
+    name: str, subject: Subject, settings: dict[str, Any], journal: Journal, *, batch_size: int, progress: Progress
 ) -> dict[str, Any]:
     """The share of held-out problems that the model completes exactly."""
     knobs, number = settings["knobs"], settings["limit"] or COUNT
@@ -37,18 +38,19 @@ def run(
     def generate(prompts: list[str]) -> list[str]:
         lengths = [len(subject.tokenizer.encode(prompt)) + room for prompt in prompts]
         seen.update(cut=sum(length > context for length in lengths), longest=max(lengths))
-        fitting = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= context]
-        progress.add(len(prompts), seen["cut"])
-        texts: list[str] = []
-        for first in range(0, len(fitting), batch_size):
-            some = fitting[first : first + batch_size]
-            texts += complete(
+        fitting = {prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= context}
+        waiting = [prompt for prompt in prompts if prompt in fitting and prompt not in journal.answers]
+        progress.add(len(prompts), len(prompts) - len(waiting))
+        for first in range(0, len(waiting), batch_size):
+            some = waiting[first : first + batch_size]
+            texts = complete(
                 subject.model, subject.tokenizer, some, max_new_tokens=room, batch_size=batch_size, loops=subject.loops
             )
+            for prompt, text in zip(some, texts, strict=True):
+                journal.add(prompt, text)
             progress.update(len(some))
-        done = iter(texts)
         # Half a problem has no answer.
-        return [next(done) if length <= context else "" for length in lengths]
+        return [journal.answers[prompt] if prompt in fitting else "" for prompt in prompts]
 
     share = evaluate_exact_match(name, generate, count=number, knobs=knobs)
     error = math.sqrt(share * (1 - share) / (number - 1)) if number > 1 else None

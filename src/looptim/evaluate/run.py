@@ -26,9 +26,10 @@ from . import offline, reasoning
 from .averages import averages, scores
 from .journal import Journal, read, write_result
 from .progress import Progress, duration
-from .suites import CODE, choose
+from .suites import CODE, choose, refusal
 
 if TYPE_CHECKING:
+    from ..hf import LoopedForCausalLM
     from .harness import Model
 
 PACKAGES = ("looptim", "lm_eval", "torch", "transformers", "datasets", "tokenizers", "numpy")
@@ -40,6 +41,8 @@ class Subject(NamedTuple):
     path: Path
     model: LoopedLM
     tokenizer: Tokenizer
+    wrapped: LoopedForCausalLM
+    """The same weights, as transformers sees them."""
     loops: int | None
     """None for what the layout says."""
     identity: dict[str, Any]
@@ -67,6 +70,8 @@ def evaluate(
     _check(path, names, limit=limit, batch_size=batch_size, allow_code=allow_code)
     stock = [name for name in names if name not in TASKS]
     loaded = _load_tasks(stock, allow_code=allow_code) if stock else {}
+    # A tag of lm-eval has become its tasks.
+    names = [*loaded, *(name for name in names if name in TASKS)]
     subject = _open(path, loops)
     out = path / "eval" if out is None else Path(out)
     results: dict[str, dict[str, Any]] = {}
@@ -77,20 +82,16 @@ def evaluate(
             settings = _settings(name, subject, limit, loaded)
             file = out / f"{file_name(name, limit, loops)}.json"
             found = read(file)
-            if found is not None and found.get("settings") == json.loads(json.dumps(settings)):
+            if found is not None and found.get("settings") == settings:
                 progress.end(f"done before, in {file}")
                 results[name] = found
                 continue
-            record = {"task": name, "settings": settings, "batch_size": batch_size, "device": _device(), **_versions()}
-            start = time.monotonic()
-            if lm is None or name in TASKS:
-                record |= reasoning.run(name, subject, settings, batch_size=batch_size, progress=progress)
-            else:
-                record |= _run_stock(lm, name, loaded[name], record, file, progress, allow_code)
-            record["seconds"] = round(time.monotonic() - start, 3)
-            write_result(file, record)
-            results[name] = record
-            progress.end(_summary(record))
+            try:
+                results[name] = _run(name, subject, settings, lm, loaded.get(name), file, progress)
+            except KeyboardInterrupt:
+                progress.end("stopped; the same command continues from here")
+                raise
+            progress.end(_summary(results[name]))
     table = scores({name: record["results"] for name, record in results.items()})
     return {
         "folder": str(out),
@@ -121,10 +122,7 @@ def _check(path: Path, names: Sequence[str], *, limit: int | None, batch_size: i
         open_model(path)
     code = [name for name in names if name in CODE]
     if code and not allow_code:
-        raise ValueError(
-            f"{' and '.join(code)} would execute what the model writes; permit it with --allow-code "
-            "(allow_code=True), or name the other tasks"
-        )
+        raise ValueError(refusal(code))
 
 
 def _load_tasks(names: Sequence[str], *, allow_code: bool) -> dict[str, Any]:
@@ -137,7 +135,7 @@ def _load_tasks(names: Sequence[str], *, allow_code: bool) -> dict[str, Any]:
     except ImportError as error:
         raise ValueError(f"this needs lm-eval ({error}); pip install 'looptim[eval]'") from None
     try:
-        return harness.load_tasks(names)
+        return harness.load_tasks(names, allow_code=allow_code)
     except harness.MissingDataError as error:
         why = "could not be loaded" if reachable else "are not cached, and the hub is not reachable"
         raise ValueError(
@@ -146,11 +144,35 @@ def _load_tasks(names: Sequence[str], *, allow_code: bool) -> dict[str, Any]:
         ) from None
 
 
+def _run(
+    name: str, subject: Subject, settings: dict[str, Any], lm: Model | None, loaded: Any, file: Path, progress: Progress
+) -> dict[str, Any]:
+    """Run one task and write its result."""
+    record = {
+        "task": name,
+        "settings": settings,
+        "batch_size": progress.batch,
+        "device": _device(),
+        "versions": _versions(),
+    }
+    start = time.monotonic()
+    with Journal(file, settings) as journal:
+        if lm is None or loaded is None:
+            record |= reasoning.run(name, subject, settings, journal, batch_size=progress.batch, progress=progress)
+        else:
+            record |= _run_stock(lm, name, loaded, settings, file, journal, progress)
+        record["seconds"] = round(time.monotonic() - start, 3)
+        write_result(file, record)
+        journal.remove()
+    return record
+
+
 def _open(path: Path, loops: int | None) -> Subject:
     model, tokenizer = open_model(path)
     if loops is None and checkpoint.latest(path) is None:
         loops = json.loads((path / "config.json").read_text()).get("loops")
-    wrapped = wrap(model, loops=loops)
+    wrapped = wrap(model.to(_device()), loops=loops)
+    wrapped.generation_config.eos_token_id = tokenizer.eos
     config = model.config if loops is None else model.config.with_loops(loops)
     cost = count(config)
     identity = {
@@ -166,7 +188,7 @@ def _open(path: Path, loops: int | None) -> Subject:
         "parameters": cost.parameter_conventions()["non-vocabulary"],
         "flops_per_token": cost.flop_conventions()["without head"],
     }
-    return Subject(path, model.to(_device()), tokenizer, loops, identity)
+    return Subject(path, model, tokenizer, wrapped, loops, identity)
 
 
 def _hash(model: LoopedLM) -> str:
@@ -187,9 +209,7 @@ def _harness_model(subject: Subject, folder: Path, batch_size: int) -> Model:
     from . import harness
 
     subject.tokenizer.save(folder)
-    wrapped = wrap(subject.model, loops=subject.loops)
-    wrapped.generation_config.eos_token_id = subject.tokenizer.eos
-    return harness.Model(wrapped, folder, batch_size=batch_size)
+    return harness.Model(subject.wrapped, folder, batch_size=batch_size)
 
 
 def _settings(name: str, subject: Subject, limit: int | None, loaded: dict[str, Any]) -> dict[str, Any]:
@@ -197,46 +217,39 @@ def _settings(name: str, subject: Subject, limit: int | None, loaded: dict[str, 
     settings = {"model": subject.identity, "limit": limit}
     if name in TASKS:
         run = subject.path / "config.toml"
-        return settings | reasoning.settings(name, load_config(run) if run.is_file() else None)
-    from . import harness
+        settings |= reasoning.settings(name, load_config(run) if run.is_file() else None)
+    else:
+        from . import harness
 
-    versions = {part: task.VERSION for part, task in loaded[name]["tasks"].items()}
-    return settings | {
-        "num_fewshot": harness.num_fewshot(name, loaded[name]),
-        "seeds": harness.SEEDS,
-        "lm_eval": harness.VERSION,
-        "task_versions": versions,
-    }
+        settings |= {
+            "num_fewshot": harness.num_fewshot(name, loaded[name]),
+            "seeds": harness.SEEDS,
+            "lm_eval": harness.VERSION,
+            "task_versions": {part: task.VERSION for part, task in loaded[name]["tasks"].items()},
+        }
+    # As they are when they come back from the disc.
+    return json.loads(json.dumps(settings, default=str))
 
 
 def _run_stock(
-    lm: Model, name: str, loaded: dict[str, Any], record: dict[str, Any], file: Path, progress: Progress, code: bool
+    lm: Model, name: str, loaded: Any, settings: dict[str, Any], file: Path, journal: Journal, progress: Progress
 ) -> dict[str, Any]:
     from . import harness
 
-    metric = harness.isolate_code(loaded)
-    journal = Journal(file.parent, file.stem, record["settings"])
-    done = False
-    try:
-        lm.start(journal, progress)
-        with harness.quiet():
-            answer = harness.run(lm, loaded, limit=record["settings"]["limit"], allow_code=code)
-        own = answer["results"].get(name) or answer.get("groups", {}).get(name)
-        # A tag has no number of its own.
-        own = own or next(iter(answer["results"].values()))
-        parts = {part: _numbers(result) for part, result in answer["results"].items() if part != name}
-        write_result(file.parent / "samples" / file.name, _samples(answer["samples"]))
-        done = True
-    finally:
-        journal.close(done=done)
-    cut = lm.cut
+    metric = harness.isolate_code(name, loaded)
+    lm.start(journal, progress)
+    with harness.quiet():
+        answer = harness.run(lm, loaded, limit=settings["limit"])
+    write_result(file.parent / "samples" / file.name, _samples(answer["samples"]))
+    numbers = {part: _numbers(result) for part, result in answer["results"].items()}
     return {
-        "results": _numbers(own),
-        "parts": parts,
+        # Empty for a group that lm-eval has no mean for; its parts have theirs.
+        "results": numbers.pop(name, {}),
+        "parts": numbers,
         "samples": {part: number["effective"] for part, number in answer["n-samples"].items()},
-        "context": asdict(cut),
+        "context": asdict(lm.cut),
         "sandbox": None if metric is None else metric.describe(),
-        "notes": _notes(name, cut, record["settings"]["model"]["context_length"], metric),
+        "notes": _notes(name, lm.cut, settings["model"]["context_length"], metric),
     }
 
 
@@ -269,14 +282,14 @@ def _samples(samples: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     ]
 
 
-def _versions() -> dict[str, Any]:
+def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "absent"
-    return {"versions": versions}
+    return versions
 
 
 def _summary(record: dict[str, Any]) -> str:

@@ -96,6 +96,8 @@ def _kill_session(child: subprocess.Popen) -> None:
 class CodeEval:
     """What stands in for the `code_eval` metric of the stock tasks: the same numbers, from limited processes."""
 
+    name = "code_eval"
+
     def __init__(self, limits: Limits | None = None):
         self.limits = limits or Limits()
         self.network = False

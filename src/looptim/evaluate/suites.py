@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from ..data import TASKS
@@ -127,7 +127,15 @@ def choose(suite: str | None, tasks: Sequence[str] | None) -> tuple[str, ...]:
     return chosen
 
 
-def nearest(name: str, known: Sequence[str] | dict[str, tuple[str, ...]]) -> str:
+def refusal(code: Sequence[str]) -> str:
+    """What is said of tasks that execute code, unless that was allowed."""
+    return (
+        f"{' and '.join(code)} would execute what the model writes; permit it with --allow-code "
+        "(allow_code=True), or name the other tasks"
+    )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
     """What joins a message about an unknown name to the known ones."""
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, list(known), n=1)
     return f", did you mean {near[0]!r}?" if near else ";"

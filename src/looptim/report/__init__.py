@@ -6,6 +6,6 @@
 from .figures import Picture, draw
 from .page import report
 from .runs import Run, read_run
-from .style import colour_of, style_of
+from .style import colour_of, style_of, styles_of
 
-__all__ = ["Picture", "Run", "colour_of", "draw", "read_run", "report", "style_of"]
+__all__ = ["Picture", "Run", "colour_of", "draw", "read_run", "report", "style_of", "styles_of"]

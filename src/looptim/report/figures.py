@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -53,7 +53,7 @@ class Picture(NamedTuple):
     figure: Figure
 
 
-def _smooth(values: np.ndarray) -> np.ndarray:
+def smooth(values: np.ndarray) -> np.ndarray:
     """The mean over a centred window of a twenty-fifth of the points, which shifts nothing; NaN is left out."""
     if not len(values):
         return values
@@ -64,24 +64,30 @@ def _smooth(values: np.ndarray) -> np.ndarray:
         return np.convolve(np.where(finite, values, 0), kernel, "same") / np.convolve(finite, kernel, "same")
 
 
-def _axes(title: str, ylabel: str, panels: Sequence[str] = ("",)) -> tuple[Figure, list[Axes]]:
-    """A figure that is readable on a phone: panels below each other, side by side only when they are many."""
+def axes_of(
+    title: str, ylabel: str, panels: Sequence[str] = ("",), *, xlabel: str | None = None, sharey: bool = True
+) -> tuple[Figure, list[Axes]]:
+    """A figure that is readable on a phone: panels below each other, side by side only when they are many.
+
+    Over training tokens unless `xlabel` says over what.
+    """
     columns = 1 if len(panels) <= 3 else 2 if len(panels) <= 8 else 3
     rows = -(-len(panels) // columns)
     figure = Figure(
         figsize=(5.6, 3.4 if rows == 1 else 0.8 + 1.7 * rows), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)
     )
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-    grid = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
+    grid = list(figure.subplots(rows, columns, sharex=True, sharey=sharey, squeeze=False).flat)
     for index, axes in enumerate(grid):
         axes.set_visible(index < len(panels))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _count(value)))
-        axes.xaxis.set_major_locator(MaxNLocator(7 // columns + 1, steps=STEPS))
+        if xlabel is None:
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _count(value)))
+        axes.xaxis.set_major_locator(MaxNLocator(7 // columns + 1, steps=STEPS, integer=xlabel is not None))
         # A number of ticks that depends on the axes' size would widen labels after the layout is settled.
         axes.yaxis.set_major_locator(MaxNLocator(6 if rows == 1 else 4, steps=STEPS))
         axes.set_ylabel(ylabel if index % columns == 0 else "")
         if index + columns >= len(panels):
-            axes.set_xlabel("training tokens")
+            axes.set_xlabel(xlabel or "training tokens")
             axes.tick_params(labelbottom=True)
     for axes, name in zip(grid, panels, strict=False):
         axes.set_title(name)
@@ -97,7 +103,7 @@ def _log_scale(axes: Axes, values: np.ndarray) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _legend(figure: Figure, handles: Sequence[Line2D]) -> None:
+def legend(figure: Figure, handles: Sequence[Line2D]) -> None:
     """Below the axes, where it hides nothing; the figure grows by its rows."""
     columns = int(min(len(handles), max(1, 400 // (42 + 5 * max(len(str(handle.get_label())) for handle in handles)))))
     figure.set_figheight(figure.get_figheight() + 0.2 * -(-len(handles) // columns))
@@ -118,7 +124,7 @@ def _count(value: float) -> str:
 
 def _loss(runs: Sequence[Run], name: str, *, since: float) -> Picture | None:
     """Loss of all runs from the fraction `since` of the training on, where the end has room of its own."""
-    figure, (axes,) = _axes("Loss, the last half" if since else "Loss", "loss (nats per token)")
+    figure, (axes,) = axes_of("Loss, the last half" if since else "Loss", "loss (nats per token)")
     start = since * max(run.lines[-1]["tokens"] for run in runs)
     marks: dict[str, Any] = {"markerfacecolor": "white", "markersize": 4.5, "linestyle": "none", "zorder": 3}
     shown = 0
@@ -127,7 +133,7 @@ def _loss(runs: Sequence[Run], name: str, *, since: float) -> Picture | None:
         keep = tokens >= start
         if not since and len(runs) <= 4:
             axes.plot(tokens, loss, color=style["color"], **PALE)
-        axes.plot(tokens[keep], _smooth(loss)[keep], color=style["color"], linestyle=style["linestyle"])
+        axes.plot(tokens[keep], smooth(loss)[keep], color=style["color"], linestyle=style["linestyle"])
         valid_tokens, valid = run.column("valid_loss")
         late = np.flatnonzero(valid_tokens >= start)[:: -(-len(valid) // 25) or 1]
         axes.plot(valid_tokens[late], valid[late], **marks, color=style["color"], marker=style["marker"])
@@ -140,7 +146,7 @@ def _loss(runs: Sequence[Run], name: str, *, since: float) -> Picture | None:
     if any("valid_loss" in line for run in runs for line in run.lines):
         colour = handles[0].get_color() if len(runs) == 1 else MUTED
         handles.append(Line2D([], [], label="validation", color=colour, marker="o", **marks))
-    _legend(figure, handles)
+    legend(figure, handles)
     pale = "" if since or len(runs) > 4 else ", pale lines single ones"
     return Picture(name, f"Lines are means over neighbouring logged steps{pale}; open markers are validation.", figure)
 
@@ -159,13 +165,13 @@ def _overlay(runs: Sequence[Run], quantity: Quantity) -> Picture | None:
     known = np.concatenate([values[np.isfinite(values) & (values > 0)] for _, values in columns])
     if not len(known):
         return None
-    figure, (axes,) = _axes(quantity.title, quantity.ylabel)
+    figure, (axes,) = axes_of(quantity.title, quantity.ylabel)
     for index, ((tokens, values), style) in enumerate(zip(columns, styles_of(runs), strict=True)):
         if quantity.key == "grad_norm":
             axes.plot(tokens, values, color=style["color"], **PALE)
             # The geometric mean, which one spike does not lift.
             with np.errstate(divide="ignore"):
-                axes.plot(tokens, np.exp(_smooth(np.log(values))), color=style["color"], linestyle=style["linestyle"])
+                axes.plot(tokens, np.exp(smooth(np.log(values))), color=style["color"], linestyle=style["linestyle"])
         else:
             # Runs often share a schedule: the first lie wider under the later ones, so that all are seen.
             width = 1.6 + 1.2 * min(len(runs) - 1 - index, 5)
@@ -174,7 +180,7 @@ def _overlay(runs: Sequence[Run], quantity: Quantity) -> Picture | None:
     if quantity.key == "grad_norm":
         _log_scale(axes, known)
     if len(runs) > 1:
-        _legend(figure, _handles(runs))
+        legend(figure, _handles(runs))
     return Picture(quantity.key, quantity.caption, figure)
 
 
@@ -184,7 +190,7 @@ def _per_loop(runs: Sequence[Run], quantity: Quantity) -> Picture | None:
     tables = {name: (tokens, table) for name, (tokens, table) in tables.items() if np.isfinite(table).any()}
     if not tables:
         return None
-    figure, panels = _axes(quantity.title, quantity.ylabel, list(tables) if len(runs) > 1 else [""])
+    figure, panels = axes_of(quantity.title, quantity.ylabel, list(tables) if len(runs) > 1 else [""])
     loops = max(table.shape[1] for _, table in tables.values())
     colours = _ordered(loops)
     for axes, (tokens, table) in zip(panels, tables.values(), strict=True):
@@ -196,7 +202,7 @@ def _per_loop(runs: Sequence[Run], quantity: Quantity) -> Picture | None:
     # The state is seen once more than it is stepped: before the first loop.
     first = 0 if quantity.key == "state_norm" else 1
     labels = ["start" if first + i == 0 else f"loop {first + i}" for i in range(loops)]
-    _legend(figure, _thinned([Line2D([], [], color=c, label=text) for c, text in zip(colours, labels, strict=True)]))
+    legend(figure, _thinned([Line2D([], [], color=c, label=text) for c, text in zip(colours, labels, strict=True)]))
     return Picture(quantity.key, quantity.caption, figure)
 
 
@@ -211,19 +217,19 @@ def _moe(runs: Sequence[Run]) -> Picture | None:
     # More lines than this are a carpet: then a layer is drawn once, by its worst visit.
     each = visits > 1 and visits * len(layers) <= 24
     names = [run.name for run in routed] if len(runs) > 1 else [""]
-    figure, panels = _axes("Expert load", "largest / mean load", names)
+    figure, panels = axes_of("Expert load", "largest / mean load", names)
     colours = dict(zip(layers, _ordered(len(layers)), strict=True))
     for axes, run in zip(panels, tables, strict=True):
         axes.axhline(1, color=MUTED, linewidth=0.8)
         for layer, (tokens, table) in run.items():
             lines = table.T if each else [np.fmax.reduce(table, axis=1)] if table.size else []
             for values, dash in zip(lines, itertools.cycle(LINESTYLES), strict=False):
-                axes.plot(tokens, _smooth(values), color=colours[layer], linestyle=dash, linewidth=1.3)
+                axes.plot(tokens, smooth(values), color=colours[layer], linestyle=dash, linewidth=1.3)
     handles = _thinned([Line2D([], [], color=colours[layer], label=_layer(layer)) for layer in layers])
     for visit in range(visits if each else 0):
         dash = LINESTYLES[visit % len(LINESTYLES)]
         handles.append(Line2D([], [], color=MUTED, linestyle=dash, linewidth=1.3, label=f"visit {visit + 1}"))
-    _legend(figure, handles)
+    legend(figure, handles)
     which = "each visit of a layer" if each or visits == 1 else "the worst visit of a layer"
     return Picture("moe_load", f"Busiest expert over the mean expert, {which}; 1 is perfectly even.", figure)
 
@@ -256,10 +262,10 @@ def draw(runs: Sequence[Run]) -> list[Picture]:
     return [picture for picture in drawn if picture is not None]
 
 
-def render(runs: Sequence[Run]) -> tuple[list[Picture], dict[str, bytes]]:
-    """Every figure, and the bytes of their files by name."""
+def render(make: Callable[[], list[Picture]]) -> tuple[list[Picture], dict[str, bytes]]:
+    """The figures that `make` draws, all in one style, and the bytes of their files by name."""
     with matplotlib.rc_context(RC):
-        pictures = draw(runs)
+        pictures = make()
         return pictures, {name: data for picture in pictures for name, data in _files(picture).items()}
 
 

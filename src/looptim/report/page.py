@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .figures import FIGURES, Picture, render
+from .figures import FIGURES, Picture, draw, render
 from .runs import Run, read_runs
 
 ABSENT = "–"
@@ -98,18 +98,28 @@ def _page(runs: Sequence[Run], pictures: Sequence[Picture], files: Mapping[str, 
     if len(runs) > 1:
         rows = _differences(runs)
         parts += ["<h2>What differs in the configs</h2>", _table(runs, rows) if rows else "<p>Nothing.</p>"]
-    parts.append('<h2>Over training</h2><div class="figures">')
+    parts += ["<h2>Over training</h2>", embedded(pictures, files), "<h2>Files</h2>"]
+    for run in runs:
+        for name, text in run.files.items():
+            head = html.escape(f"{run.name}/{name}")
+            parts.append(f"<details><summary>{head}</summary><pre>{html.escape(text)}</pre></details>")
+    return document(title, parts)
+
+
+def embedded(pictures: Sequence[Picture], files: Mapping[str, bytes]) -> str:
+    """The figures inside of the page, which then is one file."""
+    parts = []
     for name, caption, _ in pictures:
         kind, data = ("svg+xml", files[f"{name}.svg"]) if f"{name}.svg" in files else ("png", files[f"{name}.png"])
         source = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
         parts.append(
             f'<figure><img alt="{name}" src="{source}"><figcaption>{html.escape(caption)}</figcaption></figure>'
         )
-    parts.append("</div><h2>Files</h2>")
-    for run in runs:
-        for name, text in run.files.items():
-            head = html.escape(f"{run.name}/{name}")
-            parts.append(f"<details><summary>{head}</summary><pre>{html.escape(text)}</pre></details>")
+    return f'<div class="figures">{"".join(parts)}</div>'
+
+
+def document(title: str, parts: Sequence[str]) -> str:
+    """A whole page; `title` is HTML."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -130,15 +140,23 @@ def report(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Pat
         raise ValueError(f"a report of {len(folders)} runs needs a folder of its own; give one with out (--out DIR)")
     runs = read_runs(folders)
     out = folders[0] / "report" if out is None else Path(out)
-    pictures, files = render(runs)
+    pictures, files = render(lambda: draw(runs))
     files["index.html"] = _page(runs, pictures, files).encode()
+    write_report(out, files, figures=FIGURES)
+    return out / "index.html"
+
+
+def write_report(out: Path, files: Mapping[str, bytes], *, figures: Sequence[str]) -> None:
+    """Write the files of a report; of an earlier one, `figures` that are not among them go."""
     try:
         _write(out, files)
+        for name in figures:
+            for stale in {f"{name}.png", f"{name}.svg"} - set(files):
+                (out / stale).unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(
             f"cannot write the report to {out}: {error.strerror or error}; choose another folder"
         ) from None
-    return out / "index.html"
 
 
 def _write(out: Path, files: Mapping[str, bytes]) -> None:
@@ -155,7 +173,3 @@ def _write(out: Path, files: Mapping[str, bytes]) -> None:
         if created:
             shutil.rmtree(out, ignore_errors=True)
         raise
-    # Of an earlier report, when a run had other numbers.
-    for name in FIGURES:
-        for stale in {f"{name}.png", f"{name}.svg"} - set(files):
-            (out / stale).unlink(missing_ok=True)

@@ -1,0 +1,104 @@
+"""Matched-compute comparisons over transitions and seeds: one TOML file, one folder of results."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..evaluate.formats import FORMATS, Cell, Table
+from ..report.figures import Picture, render
+from ..report.page import document, embedded, write_report
+from ..rundir import claimed, write_whole
+from .figures import FIGURES, draw
+from .grid import run_grid
+from .results import Outcome, as_json, outcomes
+from .spec import Plan, Study, Variant, load_plan
+from .tables import tables
+
+__all__ = ["Plan", "Study", "Variant", "load_plan", "study"]
+
+
+def study(
+    path: str | Path,
+    out: str | Path,
+    *,
+    scale: str | None = None,
+    set: Iterable[str] = (),
+    runs: str | Path | None = None,
+    jobs: int = 1,
+    progress: bool = True,
+) -> Path:
+    """Run a study and write its table, figures and page into `out`; the page's path is returned.
+
+    Finished runs are skipped and cut ones resumed. Runs go to `runs` (OUT/runs by default): studies that are given
+    the same folder share the runs they have in common. `jobs` of them are trained at a time.
+    """
+    if jobs < 1:
+        raise ValueError(f"jobs must be at least 1, got {jobs}")
+    plan = load_plan(path, scale=scale, set=set)
+    out = Path(out)
+    _check_folder(out, plan)
+    with claimed(out, first=True):
+        write_whole(out / "study.json", json.dumps(plan.identity(), indent=2))
+        folder = out / "runs" if runs is None else Path(runs)
+        failures = run_grid(plan, folder, jobs=jobs, progress=progress)
+        return write(plan, outcomes(plan, folder, failures), out)
+
+
+def _check_folder(out: Path, plan: Plan) -> None:
+    """A folder holds one study, which may gain seeds and variants."""
+    file = out / "study.json"
+    if not file.is_file():
+        return
+    before, now = json.loads(file.read_text()), json.loads(json.dumps(plan.identity()))
+    changed = [key for key in ("study", "reference") if before[key] != now[key]]
+    both = before["variants"].keys() & now["variants"].keys()
+    changed += [f"variant {name}" for name in sorted(both) if before["variants"][name] != now["variants"][name]]
+    if changed:
+        raise ValueError(
+            f"{out} holds another study ({before['study']!r}; {', '.join(changed)} differ); choose another --out"
+        )
+
+
+def write(plan: Plan, found: Sequence[Outcome], out: Path) -> Path:
+    """Tables, figures and the page of what is there."""
+    made = tables(plan, found)
+    pictures, files = render(lambda: draw(plan, found))
+    for kind, form in FORMATS.items():
+        files[f"results.{kind}"] = form(made).encode()
+    files["results.json"] = (json.dumps(as_json(plan, found), indent=2) + "\n").encode()
+    files["index.html"] = _page(plan, made, pictures, files).encode()
+    write_report(out, files, figures=FIGURES)
+    return out / "index.html"
+
+
+def _page(plan: Plan, made: Sequence[Table], pictures: Sequence[Picture], files: dict[str, bytes]) -> str:
+    title = html.escape(plan.study.title)
+    parts = [f"<h1>{title}</h1>"]
+    for index, table in enumerate(made):
+        parts += [f"<h2>{html.escape(table.title)}</h2>" if index else "", _html_table(table)]
+        parts += [f'<p class="note">{html.escape(note)}</p>' for note in table.notes]
+    parts += ["<h2>Figures</h2>", embedded(pictures, files), "<h2>Configs</h2>"]
+    for name in plan.study.variants:
+        text = html.escape(plan.config(name).to_toml())
+        parts.append(f"<details><summary>{html.escape(name)}</summary><pre>{text}</pre></details>")
+    return document(title, parts)
+
+
+def _html_table(table: Table) -> str:
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in table.header)
+    rows = [f"<tr><th>{html.escape(str(row[0]))}</th>{''.join(map(_html_cell, row[1:]))}</tr>" for row in table.rows]
+    return f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
+
+
+def _html_cell(cell: Any) -> str:
+    if not isinstance(cell, Cell):
+        return f"<td>{html.escape(cell)}</td>"
+    if cell.value is None:
+        return "<td>–</td>"
+    text = cell.form.format(cell.value)
+    text = {"bold": f"<b>{text}</b>", "underline": f"<u>{text}</u>", None: text}[cell.mark]
+    return f"<td>{text}{'' if cell.error is None else f' ± {cell.error_text()}'}</td>"

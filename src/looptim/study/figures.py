@@ -1,0 +1,208 @@
+"""The figures of a study: means over seeds as lines, 95% intervals as bands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from ..report import Picture, Run, style_of, styles_of
+from ..report.figures import axes_of, legend, smooth
+from .results import Estimate, Outcome, estimate, paired
+from .spec import Plan
+
+FIGURES = ("loss", "difference", "loops", "state_norm", "grad_norm")
+
+Styles = Mapping[str, dict[str, Any]]
+
+
+def draw(plan: Plan, found: Sequence[Outcome]) -> list[Picture]:
+    """Every figure for which there are numbers."""
+    done = [outcome for outcome in found if outcome.runs]
+    reference = next((outcome for outcome in done if outcome.variant == plan.study.reference), None)
+    if not done:
+        return []
+    styles = dict(zip((o.variant for o in done), styles_of([_first(o) for o in done]), strict=True))
+    drawn = [
+        _loss(done, reference, styles),
+        _difference(done, reference, styles),
+        _loops(plan, done),
+        _state_norm(done, styles),
+        _grad_norm(done, styles),
+    ]
+    return [picture for picture in drawn if picture is not None]
+
+
+def _first(outcome: Outcome) -> Run:
+    return next(iter(outcome.runs.values()))
+
+
+def _loss(done: Sequence[Outcome], reference: Outcome | None, styles: Styles) -> Picture:
+    """Figure 2 of the paper: the loss, and the loss minus that of the reference."""
+    panels = ["training loss"] + ([f"minus {reference.variant}, paired by seed"] if reference else [])
+    figure, grid = axes_of("Loss over training", "nats per token", panels, sharey=False)
+    for outcome in done:
+        _band(grid[0], [_curve(run, "loss") for run in outcome.runs.values()], styles[outcome.variant])
+        if reference and outcome is not reference:
+            both = sorted(outcome.runs.keys() & reference.runs.keys())
+            curves = [_minus(outcome.runs[seed], reference.runs[seed]) for seed in both]
+            _band(grid[1], curves, styles[outcome.variant])
+    _trim(grid[0], [_curve(run, "loss") for outcome in done for run in outcome.runs.values()])
+    if reference:
+        grid[1].axhline(0, **_line(styles[reference.variant]))
+        _trim(
+            grid[1], [_minus(o.runs[s], reference.runs[s]) for o in done for s in o.runs.keys() & reference.runs.keys()]
+        )
+    legend(figure, [_handle(outcome.variant, styles) for outcome in done])
+    caption = (
+        "Lines are means over seeds, smoothed; bands are 95% intervals. The first tenth of training is off the scale."
+    )
+    return Picture("loss", caption, figure)
+
+
+def _curve(run: Run, key: str) -> tuple[np.ndarray, np.ndarray]:
+    tokens, values = run.column(key)
+    return tokens, smooth(values)
+
+
+def _minus(ours: Run, theirs: Run) -> tuple[np.ndarray, np.ndarray]:
+    tokens, values = ours.column("loss")
+    return tokens, smooth(values - theirs.column("loss")[1])
+
+
+def _band(axes: Axes, curves: Sequence[tuple[np.ndarray, np.ndarray]], style: Mapping[str, Any]) -> None:
+    if not curves:
+        return
+    tokens = curves[0][0]
+    points = [estimate(values.tolist()) for values in np.stack([curve for _, curve in curves]).T]
+    mean = np.array([point.mean for point in points if point])
+    axes.plot(tokens, mean, **_line(style))
+    if len(curves) > 1:
+        half = np.array([point.half for point in points if point])
+        axes.fill_between(tokens, mean - half, mean + half, color=style["color"], alpha=0.15, linewidth=0)
+
+
+def _trim(axes: Axes, curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Leave out the first tenth, whose fall would flatten everything after it."""
+    kept = [values[len(values) // 10 :] for _, values in curves]
+    low, high = min(float(v.min()) for v in kept), max(float(v.max()) for v in kept)
+    room = 0.08 * (high - low) or 1.0
+    axes.set_ylim(low - room, high + room)
+
+
+def _difference(done: Sequence[Outcome], reference: Outcome | None, styles: Styles) -> Picture | None:
+    """The last validation loss of every variant minus the reference's, with its interval and every seed."""
+    others = [outcome for outcome in done if outcome is not reference]
+    if reference is None or not others:
+        return None
+    measures: list[tuple[str, Callable[[Outcome], Estimate | None]]] = [
+        ("validation loss (nats per token), less is better", lambda o: paired(o.loss, reference.loss))
+    ]
+    if reference.exact_match:
+        measures.append(
+            ("exact match (share of problems), more is better", lambda o: paired(o.exact_match, reference.exact_match))
+        )
+    figure = Figure(figsize=(5.6, len(measures) * (1.2 + 0.32 * len(others))), layout="constrained")
+    figure.suptitle(f"Difference to {reference.variant}", x=0.01, ha="left", fontsize=11, fontweight="bold")
+    for axes, (label, measure) in zip(figure.subplots(len(measures), 1, squeeze=False).flat, measures, strict=True):
+        axes.axvline(0, color=styles[reference.variant]["color"], linewidth=1.2)
+        for row, outcome in enumerate(others):
+            value = measure(outcome)
+            if value is None:
+                continue
+            style = styles[outcome.variant]
+            axes.scatter(value.values, [row] * len(value.values), s=12, color=style["color"], alpha=0.45, linewidths=0)
+            axes.errorbar(
+                value.mean, row, xerr=value.half, color=style["color"], marker=style["marker"], markersize=5, capsize=3
+            )
+        axes.set_yticks(range(len(others)), [outcome.variant for outcome in others])
+        axes.set_ylim(len(others) - 0.5, -0.5)
+        axes.grid(axis="y", visible=False)
+        axes.xaxis.set_major_locator(MaxNLocator(6))
+        axes.set_xlabel(label)
+    caption = "Paired by seed; bars are 95% intervals, small dots single seeds. Left of the line is better for losses."
+    return Picture("difference", caption, figure)
+
+
+def _loops(plan: Plan, done: Sequence[Outcome]) -> Picture | None:
+    """Figure 3 of the paper: the loss against the number of loops, a line for each transition."""
+    by_preset: dict[str, list[tuple[int, Outcome]]] = {}
+    for outcome in done:
+        config = plan.config(outcome.variant).model
+        looped = [segment.loops for segment in config.segments if segment.loops is not None]
+        if len(looped) == 1:
+            by_preset.setdefault(config.loop.preset, []).append((looped[0], outcome))
+    lines = {preset: sorted(points, key=lambda p: p[0]) for preset, points in by_preset.items()}
+    if max((len({loops for loops, _ in points}) for points in lines.values()), default=0) < 2:
+        return None
+    measured = any(outcome.exact_match for outcome in done)
+    panels = ["validation loss (nats per token)"] + (["exact match (share of problems)"] if measured else [])
+    figure, grid = axes_of("More loops", "", panels, sharey=False, xlabel="loops R")
+    for preset, points in lines.items():
+        style = style_of(preset)
+        _errorbars(grid[0], [(loops, estimate(list(o.loss.values()))) for loops, o in points], style)
+        if measured:
+            _errorbars(grid[1], [(loops, estimate(list(o.exact_match.values()))) for loops, o in points], style)
+    for axes in grid:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    legend(figure, [Line2D([], [], label=preset, **style_of(preset)) for preset in lines])
+    return Picture(
+        "loops", "Means over seeds with 95% intervals; every point is a model trained with that depth.", figure
+    )
+
+
+def _errorbars(axes: Axes, points: Sequence[tuple[int, Estimate | None]], style: Mapping[str, Any]) -> None:
+    known = [(loops, value) for loops, value in points if value is not None]
+    axes.errorbar(
+        [loops for loops, _ in known],
+        [value.mean for _, value in known],
+        yerr=[0.0 if value.half is None else value.half for _, value in known],
+        capsize=3,
+        markersize=5,
+        **style,
+    )
+
+
+def _state_norm(done: Sequence[Outcome], styles: Styles) -> Picture | None:
+    """The state's RMS from loop to loop, relative to its start: before training, and after it."""
+    looped = [outcome for outcome in done if _first(outcome).columns("state_norm")[1].size]
+    if not looped:
+        return None
+    figure, grid = axes_of(
+        "Growth of the state", "RMS of the state / at the start", ["before training", "after training"], xlabel="loop"
+    )
+    for outcome in looped:
+        style = styles[outcome.variant]
+        for axes, line in zip(grid, (0, -1), strict=True):
+            norms = np.stack([(t := run.columns("state_norm")[1])[line] / t[line, 0] for run in outcome.runs.values()])
+            points = [(loop, estimate(column.tolist())) for loop, column in enumerate(norms.T)]
+            _errorbars(axes, points, {**style, "linewidth": 1.3})
+    for axes in grid:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    legend(figure, [_handle(outcome.variant, styles) for outcome in looped])
+    return Picture("state_norm", "On validation text; 0 is the state the loop starts with. Means over seeds.", figure)
+
+
+def _grad_norm(done: Sequence[Outcome], styles: Styles) -> Picture:
+    figure, (axes,) = axes_of("Gradient norm", "global L2 norm, before clipping", [""])
+    curves = {outcome.variant: [_curve(run, "grad_norm") for run in outcome.runs.values()] for outcome in done}
+    for variant, some in curves.items():
+        _band(axes, some, styles[variant])
+    _trim(axes, [curve for some in curves.values() for curve in some])
+    legend(figure, [_handle(outcome.variant, styles) for outcome in done])
+    return Picture(
+        "grad_norm", "Smoothed means over seeds with 95% intervals; the first tenth is off the scale.", figure
+    )
+
+
+def _line(style: Mapping[str, Any]) -> dict[str, Any]:
+    return {"color": style["color"], "linestyle": style["linestyle"], "linewidth": 1.4}
+
+
+def _handle(label: str, styles: Styles) -> Line2D:
+    return Line2D([], [], label=label, **_line(styles[label]))

@@ -1,0 +1,155 @@
+"""What the runs of a study say: means over seeds, paired differences, and how steady training was."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from ..report import Run, read_run
+from .grid import PROBLEMS, is_finished, task_of
+from .spec import Plan
+
+QUANTILES = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+"""Of Student's t at 0.975, for 1 to 30 degrees of freedom; more have the last, which makes them a little wide."""
+
+SPIKE = 0.3
+"""Nats by which the loss of an update must exceed the mean of the ten before it to be called a spike."""
+
+
+class Estimate(NamedTuple):
+    """A mean over seeds and the half-width of its 95% interval, None where one seed tells nothing of it."""
+
+    mean: float
+    half: float | None
+    values: tuple[float, ...]
+
+
+def estimate(values: Sequence[float]) -> Estimate | None:
+    """Mean and Student's interval, `t s / sqrt(n)`.
+
+    >>> estimate([1.0, 2.0, 3.0])
+    Estimate(mean=2.0, half=2.4843382027694405, values=(1.0, 2.0, 3.0))
+    """
+    if not values:
+        return None
+    data = np.array(values, float)
+    if len(data) == 1:
+        return Estimate(float(data[0]), None, tuple(values))
+    quantile = QUANTILES[min(len(data) - 2, len(QUANTILES) - 1)]
+    return Estimate(float(data.mean()), float(quantile * data.std(ddof=1) / math.sqrt(len(data))), tuple(values))
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Of one variant: its runs by seed, and what they measured."""
+
+    variant: str
+    runs: dict[int, Run]
+    """Finished ones."""
+    failures: dict[int, str]
+    loss: dict[int, float]
+    """The last validation loss, in nats per token."""
+    exact_match: dict[int, float]
+    """Shares, on the task the runs learn; empty on text."""
+
+
+def outcomes(plan: Plan, runs: Path, failures: Mapping[str, str]) -> list[Outcome]:
+    """Every variant's finished runs. That all saw the same data is checked here."""
+    found = {name: Outcome(name, {}, {}, {}, {}) for name in plan.study.variants}
+    seen: dict[str, str] = {}
+    for cell in plan.cells:
+        outcome = found[cell.variant]
+        if cell.name in failures:
+            outcome.failures[cell.seed] = failures[cell.name]
+        if not is_finished(cell, runs):
+            continue
+        run = read_run(runs / cell.name, f"{cell.variant}, seed {cell.seed}")
+        data = {key: value for key, value in json.loads(run.files["env.json"])["data"].items() if key != "source"}
+        seen[json.dumps(data, sort_keys=True)] = cell.name
+        outcome.runs[cell.seed] = run
+        outcome.loss[cell.seed] = float(run.column("valid_loss")[1][-1])
+        task = task_of(cell.config)
+        if task is not None:
+            record = json.loads((runs / cell.name / "eval" / f"{task}.limit{PROBLEMS}.json").read_text())
+            outcome.exact_match[cell.seed] = record["results"]["exact_match,none"]
+    if len(seen) > 1:
+        raise ValueError(
+            f"the runs {' and '.join(list(seen.values())[:2])} in {runs} saw different data, so they cannot be "
+            "compared; delete those of the older data, or give another --runs"
+        )
+    return list(found.values())
+
+
+def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate | None:
+    """The difference over the seeds both have: same initial weights in the shared parts, same batches."""
+    return estimate([ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())])
+
+
+def spikes(run: Run) -> int:
+    """Updates whose loss stands out of the ten before them."""
+    loss = run.column("loss")[1]
+    means = np.convolve(loss, np.ones(10) / 10, "valid")[:-1]
+    return int((loss[10:] > means + SPIKE).sum())
+
+
+def state_growth(run: Run) -> tuple[float, float] | None:
+    """The state's RMS after the last loop over that before the first: before training, and after it."""
+    _, norms = run.columns("state_norm")
+    if not norms.size:
+        return None
+    return float(norms[0, -1] / norms[0, 0]), float(norms[-1, -1] / norms[-1, 0])
+
+
+def stability(outcome: Outcome) -> dict[str, Estimate | None]:
+    """Means over the seeds of what tells how steady training was."""
+    runs = list(outcome.runs.values())
+    growth = [pair for run in runs if (pair := state_growth(run)) is not None]
+    norms = [run.column("grad_norm")[1] for run in runs]
+    return {
+        "spikes": estimate([spikes(run) for run in runs]),
+        "gradient norm, median": estimate([float(np.median(values)) for values in norms]),
+        "gradient norm, largest": estimate([float(values[len(values) // 10 :].max()) for values in norms]),
+        "state growth, start": estimate([start for start, _ in growth]),
+        "state growth, end": estimate([end for _, end in growth]),
+    }
+
+
+def as_json(plan: Plan, found: Sequence[Outcome]) -> dict[str, Any]:
+    """Every number of the tables, for programs."""
+    by_name = {outcome.variant: outcome for outcome in found}
+    reference = by_name[plan.study.reference]
+    rows = {}
+    for outcome in found:
+        count = plan.counts[outcome.variant]
+        against = plan.study.variants[outcome.variant].against
+        rows[outcome.variant] = {
+            "preset": plan.study.variants[outcome.variant].preset,
+            "options": plan.study.variants[outcome.variant].options,
+            "layout": plan.config(outcome.variant).model.layout,
+            "parameters": sum(count.parameters.values()),
+            "active": sum(count.active.values()),
+            "flops": plan.flops(outcome.variant),
+            "loss": _dict(estimate(list(outcome.loss.values()))),
+            "loss_difference": _dict(paired(outcome.loss, reference.loss)),
+            "loss_against": _dict(paired(outcome.loss, by_name[against].loss)) if against else None,
+            "exact_match": _dict(estimate(list(outcome.exact_match.values()))),
+            "exact_match_difference": _dict(paired(outcome.exact_match, reference.exact_match)),
+            "stability": {name: _dict(value) for name, value in stability(outcome).items()},
+            "seeds": sorted(outcome.runs),
+            "failures": outcome.failures,
+        }
+    return {"study": plan.name, "title": plan.study.title, "tokens": plan.study.tokens, "variants": rows}
+
+
+def _dict(value: Estimate | None) -> dict[str, Any] | None:
+    return None if value is None else value._asdict()

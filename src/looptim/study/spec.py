@@ -1,0 +1,170 @@
+"""A study's TOML file, and the grid of runs it stands for."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, final
+
+from pydantic import Field, model_validator
+
+from ..config import Config, Strict, load_config
+from ..count import Count, count
+
+TOLERANCE = 0.02
+"""How far the training FLOPs of a variant may be from the reference's."""
+
+
+class Variant(Strict):
+    """What is compared: a transition, and the layout if it is not the base's."""
+
+    preset: str
+    options: dict[str, Any] = Field({})
+    layout: str | None = None
+    against: str | None = Field(None, description="Another variant it is also compared with, such as its twin.")
+
+
+class Scale(Strict):
+    """The same study at another size."""
+
+    base: str
+    tokens: int = Field(ge=1)
+    seeds: tuple[int, ...] = Field((), description="The study's by default.")
+
+
+class Study(Strict):
+    """A study file. `base` is the path of a recipe, seen from the file."""
+
+    title: str
+    base: str
+    tokens: int = Field(ge=1, description="The budget of every run.")
+    seeds: tuple[int, ...] = Field(min_length=1)
+    reference: str = Field(description="The variant the others are compared with.")
+    matched: bool = Field(True, description="Whether training FLOPs must agree.")
+    set: tuple[str, ...] = Field((), description="Changes to the base, as key=value.")
+    variants: dict[str, Variant] = Field(min_length=1)
+    scales: dict[str, Scale] = Field({})
+
+    @model_validator(mode="after")
+    def _names_fit_together(self) -> Study:
+        if self.reference not in self.variants:
+            raise ValueError(f"reference {self.reference!r} is no variant; known: {', '.join(self.variants)}")
+        for name, variant in self.variants.items():
+            if variant.against is not None and variant.against not in self.variants:
+                raise ValueError(f"variant {name!r} is against {variant.against!r}, which is no variant")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds {list(self.seeds)} name one twice; give each once")
+        return self
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One run of the grid."""
+
+    variant: str
+    seed: int
+    config: Config
+
+    @property
+    def name(self) -> str:
+        """The name of its folder: equal configs have equal names, so that studies can share runs."""
+        values = self.config.model_dump(mode="json", exclude_defaults=True)
+        digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+        return f"{self.config.model.loop.preset}_{self.config.model.layout}_s{self.seed}_{digest}"
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A study with everything resolved: what is run, and what it costs."""
+
+    name: str
+    study: Study
+    cells: list[Cell]
+    """Seed by seed, so that what is there is comparable from the first seed on."""
+    counts: dict[str, Count]
+
+    def config(self, variant: str) -> Config:
+        """Of the first seed."""
+        return next(cell.config for cell in self.cells if cell.variant == variant)
+
+    def flops(self, variant: str) -> float:
+        """Training FLOPs of a run, relative to the reference's."""
+        total = {name: sum(self.counts[name].flops.values()) for name in (variant, self.study.reference)}
+        return total[variant] / total[self.study.reference]
+
+    def identity(self) -> dict[str, Any]:
+        """What makes it this study: the budget, the reference and every variant's config, whatever the seeds."""
+        variants = {}
+        for name in self.study.variants:
+            values = self.config(name).model_dump(mode="json")
+            values["train"].pop("seed")
+            variants[name] = values
+        return {"study": self.name, "reference": self.study.reference, "variants": variants}
+
+
+def load_plan(path: str | Path, *, scale: str | None = None, set: Iterable[str] = ()) -> Plan:
+    """The grid of a study file; every variant is built, on the meta device, and its FLOPs are compared."""
+    path = Path(path)
+    study = _read(path)
+    if scale is not None:
+        if scale not in study.scales:
+            known = f"it has: {', '.join(study.scales)}" if study.scales else "it has none"
+            raise ValueError(f"{path} has no scale {scale!r}; {known}")
+        changed = study.scales[scale].model_dump()
+        study = study.model_copy(update={**changed, "seeds": changed["seeds"] or study.seeds})
+    base = load_config(path.parent / study.base, set=[*study.set, *([set] if isinstance(set, str) else set)])
+    configs = {name: _config(base, study, name) for name in study.variants}
+    cells = [
+        Cell(name, seed, config.model_copy(update={"train": config.train.model_copy(update={"seed": seed})}))
+        for seed in study.seeds
+        for name, config in configs.items()
+    ]
+    plan = Plan(path.stem, study, cells, {name: _count(name, config) for name, config in configs.items()})
+    if study.matched:
+        _check_matched(plan)
+    return plan
+
+
+def _read(path: Path) -> Study:
+    if not path.is_file():
+        raise ValueError(f"there is no study {str(path)!r}; give the path of a TOML file")
+    try:
+        return Study(**tomllib.loads(path.read_text()))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _config(base: Config, study: Study, name: str) -> Config:
+    variant = study.variants[name]
+    values = base.model_dump()
+    values["model"]["loop"] = {"preset": variant.preset, "options": variant.options}
+    values["model"]["layout"] = variant.layout or base.model.layout
+    values["train"]["steps"] = max(1, round(study.tokens / (base.train.batch_size * base.train.seq_len)))
+    try:
+        return Config(**values)
+    except ValueError as error:
+        raise ValueError(f"variant {name!r}: {error}") from None
+
+
+def _count(name: str, config: Config) -> Count:
+    try:
+        return count(config)
+    except ValueError as error:
+        raise ValueError(f"variant {name!r} does not build: {error}") from None
+
+
+def _check_matched(plan: Plan) -> None:
+    for name in plan.study.variants:
+        if abs(plan.flops(name) - 1) > TOLERANCE:
+            raise ValueError(
+                f"variant {name!r} takes {plan.flops(name):.3f} times the training FLOPs of {plan.study.reference!r}, "
+                f"more than {TOLERANCE:.0%} off; change its layout, or write matched = false into the study"
+            )

@@ -1,0 +1,111 @@
+"""The tables of a study."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..evaluate.formats import Cell, Table
+from .grid import PROBLEMS, task_of
+from .results import SPIKE, Estimate, Outcome, estimate, paired, stability
+from .spec import Plan
+
+
+def tables(plan: Plan, found: Sequence[Outcome]) -> list[Table]:
+    """What was measured, and how steady training was."""
+    return [_results(plan, found), _stability(plan, found)]
+
+
+def _results(plan: Plan, found: Sequence[Outcome]) -> Table:
+    study = plan.study
+    by_name = {outcome.variant: outcome for outcome in found}
+    reference = by_name[study.reference]
+    twins = any(variant.against for variant in study.variants.values())
+    task = task_of(plan.config(study.reference))
+    header = ["variant", "layout", "parameters", "FLOPs", "seeds", "validation loss", f"minus {study.reference}"]
+    header += ["minus its twin"] if twins else []
+    header += [f"exact match, {task} (%)", f"exact match minus {study.reference}"] if task else []
+    rows: list[list[str | Cell]] = []
+    for outcome in found:
+        count = plan.counts[outcome.variant]
+        row: list[str | Cell] = [
+            outcome.variant,
+            plan.config(outcome.variant).model.layout,
+            f"{sum(count.parameters.values()) / 1e6:.2f} M",
+            f"{plan.flops(outcome.variant):.3f}×",
+            f"{len(outcome.runs)} of {len(study.seeds)}",
+            _cell(estimate(list(outcome.loss.values())), "{:.4f}"),
+            _difference(outcome, paired(outcome.loss, reference.loss), study.reference, "{:+.4f}"),
+        ]
+        if twins:
+            against = study.variants[outcome.variant].against
+            row.append(_cell(paired(outcome.loss, by_name[against].loss) if against else None, "{:+.4f}"))
+        if task:
+            shares = estimate([100 * share for share in outcome.exact_match.values()])
+            points = [{seed: 100 * share for seed, share in o.exact_match.items()} for o in (outcome, reference)]
+            row.append(_cell(shares, "{:.1f}"))
+            row.append(_difference(outcome, paired(*points), study.reference, "{:+.1f}"))
+        rows.append(row)
+    return Table(plan.name, study.title, header, _marked(rows, 5), _notes(plan, found))
+
+
+def _stability(plan: Plan, found: Sequence[Outcome]) -> Table:
+    forms = {"spikes": "{:.1f}", "state growth, start": "{:.3f}", "state growth, end": "{:.3f}"}
+    rows: list[list[str | Cell]] = []
+    for outcome in found:
+        values = stability(outcome)
+        rows.append([outcome.variant, *(_cell(value, forms.get(name, "{:.2f}")) for name, value in values.items())])
+    header = ["variant", *stability(found[0])]
+    notes = [
+        "State growth is the RMS of the state after the last loop over that before the first, on validation text, "
+        "before training and after it.",
+        f"A spike is a training loss {SPIKE} nats above the mean of the ten updates before it. The largest gradient "
+        "norm is that after the first tenth of training, before clipping.",
+    ]
+    return Table(f"{plan.name}-stability", "Stability", header, rows, notes)
+
+
+def _cell(value: Estimate | None, form: str) -> Cell:
+    return Cell(None) if value is None else Cell(value.mean, value.half, form=form)
+
+
+def _difference(outcome: Outcome, value: Estimate | None, reference: str, form: str) -> Cell:
+    return Cell(None) if outcome.variant == reference else _cell(value, form)
+
+
+def _marked(rows: list[list[str | Cell]], column: int) -> list[list[str | Cell]]:
+    """The least loss in bold, the second underlined."""
+    order = sorted(
+        (cell.value, index)
+        for index, row in enumerate(rows)
+        if isinstance(cell := row[column], Cell) and cell.value is not None
+    )
+    for (_, index), mark in zip(order, ("bold", "underline"), strict=False):
+        cell = rows[index][column]
+        assert isinstance(cell, Cell)
+        rows[index][column] = cell._replace(mark=mark)
+    return rows
+
+
+def _notes(plan: Plan, found: Sequence[Outcome]) -> list[str]:
+    study, config = plan.study, plan.config(plan.study.reference)
+    done = max(len(outcome.runs) for outcome in found)
+    tokens = config.train.steps * config.train.batch_size * config.train.seq_len
+    notes = [
+        f"{tokens:,} training tokens a run, of {config.data.source}; losses in nats per token.",
+        "Differences are paired by seed: the same initial weights in all shared parts and the same batches.",
+    ]
+    if done > 1:
+        notes.append("± is the half-width of a 95% interval over the seeds (Student's t).")
+    else:
+        notes.append("One seed only: there are no intervals, and differences may be noise.")
+    if task_of(config):
+        notes.append(f"Exact match by greedy generation on {PROBLEMS} held-out problems.")
+    if not study.matched:
+        notes.append("The variants were not required to match in FLOPs.")
+    missing = sum(len(study.seeds) - len(outcome.runs) for outcome in found)
+    if missing:
+        notes.append(f"{missing} of {len(plan.cells)} runs are not finished.")
+    for outcome in found:
+        for seed, reason in outcome.failures.items():
+            notes.append(f"{outcome.variant}, seed {seed}, did not finish: {reason}.")
+    return notes
