@@ -156,7 +156,7 @@ def isolate_code(name: str, loaded: dict[str, Any]) -> CodeEval | None:
                 if getattr(value, "name", None) == CodeEval.name:
                     scope[variable] = metric
                     isolated.add(part)
-        if task.UNSAFE_CODE and part not in isolated:
+        if getattr(task, "UNSAFE_CODE", False) and part not in isolated:
             raise ValueError(f"{name} executes what the model writes by means that looptim cannot limit; leave it out")
     return metric if isolated else None
 
