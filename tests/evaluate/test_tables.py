@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from looptim.evaluate.averages import averages
+from looptim.evaluate.formats import latex
 from looptim.evaluate.suites import ROWS
 from looptim.evaluate.tables import Column, main_table, read_columns, split_scales, tables, write_tables
 
@@ -92,7 +93,8 @@ def test_alignment_loops_and_ablations_come_with_the_models_that_make_them():
 
 def write(run, task, results, *, limit=None, loops=None, weights="w", **of):
     suffix = ("" if loops is None else f".loops{loops}") + ("" if limit is None else f".limit{limit}")
-    settings = {"model": model(**of) | {"weights": weights}, "limit": limit}
+    described = model(**of) if loops is None else model(loops=loops, **of)
+    settings = {"model": described | {"weights": weights}, "limit": limit}
     file = run / "eval" / f"{task}{suffix}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"task": task, "settings": settings, "results": results, "notes": []}))
@@ -110,7 +112,8 @@ def test_runs_become_columns_and_files(tmp_path):
     assert [file.name for file in files] == ["tables.md", "tables.tex", "tables.csv"]
     assert "| Category | Dataset | base_1 | run_1 | run_1, 6 loops |" in text
     assert "| Com.Sen. LL ↑ | PIQA<sub>n</sub> | 70.00 ± 1.00 | <u>75.62</u> ± 1.00 | **80.00** |" in text
-    assert "run_1: the first 20 problems of a task only" in text
+    assert "run_1: arc_easy only on its first 20 problems" in text
+    assert "run_1: piqa only" not in text
     assert "| addition exact_match | – | 50.00 ± 10.00 | – |" in text
     latex = files[1].read_text()
     assert "PIQA$_{\\mathrm{n}}$ & 70.00 {\\scriptsize $\\pm$1.00} & \\underline{75.62}" in latex
@@ -131,6 +134,41 @@ def test_results_of_earlier_weights_are_left_out(tmp_path):
     write(tmp_path, "arc_easy", {"acc_norm,none": 0.5}, preset="operloop", weights="new")
     (only,) = read_columns(tmp_path)
     assert set(only.scores) == {"arc_e"}
+    assert only.notes == [f"{tmp_path.name}: left out, of other weights than the newest result: piqa"]
+
+
+def test_loops_are_numbers_and_a_twin_has_as_many(tmp_path):
+    tasks = {row.task: row.metric for row in ROWS if row.group == "LL"}
+    for preset, loops, value in (
+        ("parcae", 6, 0.4),
+        ("parcae", 12, 0.5),
+        ("parcae_aligned", 6, 0.6),
+        ("parcae_aligned", 12, 0.7),
+    ):
+        for task, metric in tasks.items():
+            write(tmp_path / preset, task, {metric: value}, preset=preset, loops=loops)
+    columns = [column for preset in ("parcae", "parcae_aligned") for column in read_columns(tmp_path / preset)]
+    assert [column.name for column in columns[:2]] == ["parcae, 6 loops", "parcae, 12 loops"]
+    made = {table.name: table for table in tables(columns)}
+    assert [row[-1].value for row in made["alignment"].rows[2:]] == pytest.approx([20.0, 20.0])
+
+
+def test_other_tasks_alone_make_one_table_and_a_lower_perplexity_is_better(tmp_path):
+    for name, value in (("a", 10.0), ("b", 20.0)):
+        write(
+            tmp_path / name, "c4", {"word_perplexity,none": value, "acc,none": value / 100}, preset="vanilla", limit=3
+        )
+    text, _ = write_tables([tmp_path / "a", tmp_path / "b"], tmp_path / "report")
+    assert "Main results" not in text
+    assert "| c4 word_perplexity | **10.00** | <u>20.00</u> |" in text
+    assert "| c4 acc | <u>10.00</u> | **20.00** |" in text
+    assert "a: c4 only on its first 3 problems" in text
+
+
+def test_latex_has_rules_between_categories_only():
+    columns = [column("full", [], [], preset="operloop"), column("less", [], [], preset="operloop", step="unit")]
+    (ablations,) = tables(columns)
+    assert latex([ablations]).count("\\midrule") == 1
 
 
 def test_no_results_are_no_tables_and_a_broken_one_is_one_sentence(tmp_path):

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from ..rundir import write_whole
+
 ABSENT = "–"
 
 
@@ -92,7 +94,7 @@ def _split(text: str) -> tuple[str, str, str]:
 
 
 def latex(tables: Sequence[Table]) -> str:
-    """booktabs tables; they need `\\usepackage{booktabs}`."""
+    """booktabs tables; they need `\\usepackage{booktabs}`, and `amssymb` where there is a check mark."""
     return "\n".join(_latex_table(table) for table in tables)
 
 
@@ -103,7 +105,7 @@ def _latex_table(table: Table) -> str:
     body: list[str] = []
     for index, row in enumerate(table.rows):
         before = table.rows[index - 1] if index else row
-        if isinstance(row[1], str) and row[0] != before[0]:
+        if table.header[0] == "Category" and row[0] != before[0]:
             body.append("\\midrule")
         body.append(" & ".join(_latex_cell(cell) for cell in row) + " \\\\")
     notes = " ".join(_latex_label(note) for note in table.notes)
@@ -191,9 +193,7 @@ def write_files(out: Path, texts: Mapping[str, str]) -> list[Path]:
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            aside = out / f".{name}.partial"
-            aside.write_text(text, encoding="utf-8")
-            aside.replace(out / name)
+            write_whole(out / name, text)
     except OSError as error:
         raise ValueError(
             f"cannot write the tables to {out}: {error.strerror or error}; choose another folder"

@@ -14,7 +14,6 @@ from .journal import read
 from .suites import FLEXIBLE, ROWS
 
 PPL, LL, EM = ([row for row in ROWS if row.group == group] for group in ("PPL", "LL", "EM"))
-SUMMARY = ("LL Avg.", "EM Avg.", "Overall")
 
 
 @dataclass(frozen=True)
@@ -57,25 +56,41 @@ def read_columns(folder: str | Path, name: str | None = None) -> list[Column]:
     A task that was only evaluated in part stands in the table with a note; a whole result goes first.
     """
     folder = Path(folder)
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    # The newest last: what it says of the weights counts.
+    found: dict[int, list[dict[str, Any]]] = {}
+    # The newest last: its weights are those of the column.
     for file in sorted((folder / "eval").glob("*.json"), key=lambda file: (file.stat().st_mtime_ns, file.name)):
         record = read(file)
         if record is None or "results" not in record:
             raise ValueError(f"{file} is not a result of `looptim evaluate`; repair or remove it")
         match = re.search(r"\.loops(\d+)", file.stem)
-        tasks = found.setdefault(match[1] if match else "", {})
-        if _outdated(tasks, record):
-            tasks.clear()
-        if record["task"] not in tasks or _size(record) > _size(tasks[record["task"]]):
-            tasks[record["task"]] = record
+        found.setdefault(int(match[1]) if match else 0, []).append(record)
     name = name or folder.resolve().name
-    return [_column(f"{name}, {loops} loops" if loops else name, tasks) for loops, tasks in sorted(found.items())]
+    return [_column(f"{name}, {loops} loops" if loops else name, records) for loops, records in sorted(found.items())]
 
 
-def _outdated(tasks: dict[str, dict[str, Any]], record: dict[str, Any]) -> bool:
-    """Whether the results so far are of other weights, as when a run was trained further in between."""
-    return any(old["settings"]["model"]["weights"] != record["settings"]["model"]["weights"] for old in tasks.values())
+def _column(name: str, found: Sequence[dict[str, Any]]) -> Column:
+    model = found[-1]["settings"]["model"]
+    records: dict[str, dict[str, Any]] = {}
+    for record in found:
+        task = record["task"]
+        same = record["settings"]["model"]["weights"] == model["weights"]
+        if same and (task not in records or _size(record) > _size(records[task])):
+            records[task] = record
+    table = scores({task: record["results"] for task, record in records.items()})
+    means = averages({row: value for row, (value, _) in table.items()})
+    table |= {mean: (value, None) for mean, value in means.items() if value is not None}
+    for task, record in records.items():
+        if task not in {row.task for row in ROWS}:
+            table |= _other_scores(task, record["results"])
+    # As when a run was trained further in between.
+    earlier = dict.fromkeys(record["task"] for record in found if record["task"] not in records)
+    notes = [f"{name}: left out, of other weights than the newest result: {', '.join(earlier)}"] if earlier else []
+    notes += [
+        f"{name}: {task} only on its first {record['settings']['limit']} problems"
+        for task, record in records.items()
+        if record["settings"]["limit"] is not None
+    ]
+    return Column(name, model, table, notes + [f"{name}: {note}" for r in records.values() for note in r["notes"]])
 
 
 def _size(record: dict[str, Any]) -> float:
@@ -83,22 +98,16 @@ def _size(record: dict[str, Any]) -> float:
     return float("inf") if limit is None else limit
 
 
-def _column(name: str, records: dict[str, dict[str, Any]]) -> Column:
-    model = next(iter(records.values()))["settings"]["model"]
-    table = scores({task: record["results"] for task, record in records.items()})
-    means = averages({row: value for row, (value, _) in table.items()})
-    table |= {mean: (value, None) for mean, value in means.items() if value is not None}
-    for task, record in records.items():
-        if task not in {row.task for row in ROWS}:
-            for metric, value in record["results"].items():
-                if "stderr" not in metric:
-                    label = f"{task} {metric.removesuffix(',none')}"
-                    error = record["results"].get(metric.replace(",", "_stderr,"))
-                    scale = 100.0 if metric.startswith(("acc", "exact_match", "pass@")) else 1.0
-                    table[label] = (scale * value, None if error is None else scale * error)
-    limits = sorted({record["settings"]["limit"] for record in records.values()} - {None})
-    notes = [f"{name}: the first {' or '.join(map(str, limits))} problems of a task only"] if limits else []
-    return Column(name, model, table, notes + [f"{name}: {note}" for r in records.values() for note in r["notes"]])
+def _other_scores(task: str, results: dict[str, float]) -> dict[str, tuple[float, float | None]]:
+    """Every metric of a task that is no row of the paper's, shares as percentages."""
+    table = {}
+    for metric, value in results.items():
+        if "_stderr," not in metric:
+            error = results.get(metric.replace(",", "_stderr,"))
+            scale = 100.0 if metric.startswith(("acc", "exact_match", "pass@")) else 1.0
+            label = f"{task} {metric.removesuffix(',none')}"
+            table[label] = (scale * value, None if error is None else scale * error)
+    return table
 
 
 def tables(columns: Sequence[Column]) -> list[Table]:
@@ -107,7 +116,10 @@ def tables(columns: Sequence[Column]) -> list[Table]:
         return []
     scales = split_scales(columns)
     made = [main_table(scales), alignment_table(scales), loop_table(scales), ablation_table(columns), other(columns)]
-    return [table for table in made if table is not None]
+    found = [table for table in made if table is not None]
+    for table in found[:1]:
+        table.notes.extend(note for column in columns for note in column.notes)
+    return found
 
 
 def split_scales(columns: Sequence[Column]) -> list[Scale]:
@@ -141,9 +153,11 @@ def mark(cells: Sequence[Cell], columns: Sequence[Column], *, lower: bool) -> li
     return marked
 
 
-def main_table(scales: Sequence[Scale]) -> Table:
+def main_table(scales: Sequence[Scale]) -> Table | None:
     """Rows are benchmarks, columns are models (Table 3)."""
     columns = [column for scale in scales for column in scale.columns]
+    if not any(row.name in column.scores for row in ROWS for column in columns):
+        return None
 
     def across(name: str, *, lower: bool = False) -> list[Cell]:
         return [
@@ -171,7 +185,7 @@ def main_table(scales: Sequence[Scale]) -> Table:
         "best and second of the looped models of a scale. ±: standard error. GSM8K by strict match; `flexible` are "
         "the same rows and averages by flexible extraction."
     ]
-    return Table("main", "Main results", header, rows, notes + [note for column in columns for note in column.notes])
+    return Table("main", "Main results", header, rows, notes)
 
 
 def _models_table(
@@ -202,7 +216,8 @@ def alignment_table(scales: Sequence[Scale]) -> Table | None:
 
     def gain(scale: Scale, column: Column) -> Cell:
         preset = column.model["preset"]
-        twin = next((c for c in scale.columns if f"{c.model['preset']}_aligned" == preset), None)
+        twins = [c for c in scale.columns if f"{c.model['preset']}_aligned" == preset]
+        twin = next((c for c in twins if c.model["loops"] == column.model["loops"]), None)
         ours, theirs = (c.scores.get("LL Avg.", (None,))[0] if c else None for c in (column, twin))
         return Cell(None if ours is None or theirs is None else ours - theirs, form="{:+.2f}")
 
@@ -235,11 +250,8 @@ STEPS = {"causal": "Causal", "sigmoid": "Non-Causal", "unit": "×"}
 def ablation_table(columns: Sequence[Column]) -> Table | None:
     """OperLoop without its objective or its step size (Tables 5 and 6)."""
     ours = [column for column in columns if column.model["preset"] == "operloop"]
-    options = [
-        (c.model["options"].get("objective", "delta"), c.model["options"].get("step", "causal"), c.model["loops"])
-        for c in ours
-    ]
-    if len({pair[:2] for pair in options}) < 2:
+    options = [(c.model["options"].get("objective", "delta"), c.model["options"].get("step", "causal")) for c in ours]
+    if len(set(options)) < 2:
         return None
     names = PERPLEXITIES | {"LL Avg. ↑": "LL Avg.", "EM Avg. ↑": "EM Avg."}
     cells = [mark([c.cell(n) for c in ours], ours, lower=n.endswith("_ppl")) for n in names.values()]
@@ -250,9 +262,13 @@ def ablation_table(columns: Sequence[Column]) -> Table | None:
             STEPS.get(step) or str(step),
             *(row[index] for row in cells),
         ]
-        for index, (column, (objective, step, _)) in enumerate(zip(ours, options, strict=True))
+        for index, (column, (objective, step)) in enumerate(zip(ours, options, strict=True))
     ]
     return Table("ablations", "Ablations of OperLoop", ["Variant", "Delta Obj.", "Step size", *names], rows, [])
+
+
+LOWER = ("perplexity", "bits_per_byte", "brier_score", " ter")
+"""Parts of the names of lm-eval's metrics that are better if lower."""
 
 
 def other(columns: Sequence[Column]) -> Table | None:
@@ -262,7 +278,8 @@ def other(columns: Sequence[Column]) -> Table | None:
     if not names:
         return None
     rows: list[list[str | Cell]] = [
-        [name, *mark([column.cell(name) for column in columns], columns, lower=False)] for name in names
+        [name, *mark([column.cell(name) for column in columns], columns, lower=any(part in name for part in LOWER))]
+        for name in names
     ]
     return Table("other", "Other tasks", ["Task", *(column.name for column in columns)], rows, [])
 
