@@ -148,14 +148,52 @@ def test_reasoning_by_generation_is_recorded_and_not_repeated(run, capsys):
 
 def test_problems_longer_than_the_context_are_counted(run, tmp_path):
     from looptim.evaluate import reasoning
+    from looptim.evaluate.journal import Journal
     from looptim.evaluate.progress import Progress
     from looptim.evaluate.run import _open
 
     subject = _open(run, None)
     settings = {"knobs": {"length": 600, "hops": 2, "symbols": 4}, "limit": 2}
-    record = reasoning.run("hop", subject, settings, batch_size=2, progress=Progress("", quiet=True))
+    journal = Journal(tmp_path / "hop.json", settings)
+    record = reasoning.run("hop", subject, settings, journal, batch_size=2, progress=Progress("", quiet=True))
     assert record["results"]["exact_match,none"] == 0
     assert "hop: 2 of 2 problems do not fit the context of 512 tokens" in record["notes"][0]
+
+
+def test_a_task_stopped_in_the_middle_continues(run, tmp_path, monkeypatch, capsys):
+    from looptim.evaluate import reasoning
+
+    asked, stock = [], reasoning.complete
+
+    def interrupted(model, tokenizer, prompts, **options):
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        asked.extend(prompts)
+        return stock(model, tokenizer, prompts, **options)
+
+    monkeypatch.setattr(reasoning, "complete", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(run, tasks=["addition"], limit=6, batch_size=2, out=tmp_path)
+    assert capsys.readouterr().err.endswith("addition (1/1): stopped; the same command continues from here\n")
+    before = list(asked)
+    asked.clear()
+    evaluate(run, tasks=["addition"], limit=6, batch_size=2, out=tmp_path)
+    assert len(asked) == 2
+    assert not set(asked) & set(before)
+    assert [path.name for path in tmp_path.iterdir()] == ["addition.limit6.json"]
+
+
+def test_answers_stay_until_the_result_is_written(run, tmp_path, monkeypatch):
+    from looptim.evaluate import run as module
+
+    def full(*_):
+        raise ValueError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_result", full)
+        with pytest.raises(ValueError, match="no room"):
+            evaluate(run, tasks=["addition"], limit=2, out=tmp_path, quiet=True)
+    assert (tmp_path / ".partial" / "addition.limit2.jsonl").read_bytes().count(b"\n") == 3
 
 
 INTERRUPTED = """

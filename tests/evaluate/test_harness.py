@@ -1,5 +1,7 @@
 """The model under lm-eval: what it answers does not depend on how requests are batched, and cuts are counted."""
 
+import types
+
 import pytest
 import torch
 from hf_models import looped
@@ -108,7 +110,7 @@ def test_a_task_that_would_generate_more_than_the_context_is_given_half_of_it(fo
 def test_answers_in_the_journal_are_not_asked_for_again(folder, tmp_path, monkeypatch):
     requests = ask("loglikelihood", *TEXTS)
     lm = build(folder, batch_size=2)
-    journal = Journal(tmp_path, "task", {})
+    journal = Journal(tmp_path / "task.json", {})
     lm.start(journal, Progress("", quiet=True))
     calls, stock = [], harness.HFLM._model_call
 
@@ -121,8 +123,7 @@ def test_answers_in_the_journal_are_not_asked_for_again(folder, tmp_path, monkey
     monkeypatch.setattr(harness.HFLM, "_model_call", interrupted)
     with pytest.raises(KeyboardInterrupt):
         lm.loglikelihood(requests)
-    journal.close(done=False)
-    again = Journal(tmp_path, "task", {})
+    again = Journal(tmp_path / "task.json", {})
     assert len(again.answers) >= 4
     lm.start(again, Progress("", quiet=True))
     asked = len(calls)
@@ -132,3 +133,64 @@ def test_answers_in_the_journal_are_not_asked_for_again(folder, tmp_path, monkey
     expected = build(folder, batch_size=16).loglikelihood(requests)
     assert [value for value, _ in answers] == pytest.approx([value for value, _ in expected], abs=1e-5)
     assert all(isinstance(answer, tuple) for answer in answers)
+
+
+class CodeTask:
+    """What lm-eval makes of a task that executes code, as far as we look at it."""
+
+    UNSAFE_CODE = True
+
+    def __init__(self, **scope):
+        function = types.FunctionType((lambda: None).__code__, scope)
+        self._metric_fn_list = {"pass": function.__call__}
+
+
+def test_code_runs_in_limited_processes_or_not_at_all():
+    scope = {"whatever_its_name": types.SimpleNamespace(name="code_eval"), "other": 1}
+    loaded = {"tasks": {"mbpp": CodeTask(**scope)}}
+    metric = harness.isolate_code("mbpp", loaded)
+    replaced = loaded["tasks"]["mbpp"]._metric_fn_list["pass"].__self__.__globals__
+    assert metric is not None
+    assert replaced["whatever_its_name"] is metric
+    again = harness.isolate_code("mbpp", loaded)
+    assert again is not metric
+    assert replaced["whatever_its_name"] is again
+    with pytest.raises(ValueError, match="cruxeval executes what the model writes by means that looptim cannot limit"):
+        harness.isolate_code("cruxeval", {"tasks": {"cruxeval": CodeTask(other=1)}})
+
+
+class Manager:
+    """lm-eval's, without data: a tag of two tasks, one that lacks a package, one that wants to execute code."""
+
+    all_tags = ("tag",)
+    all_tasks = ("a", "b", "code", "package", "tag")
+
+    def load(self, names):
+        (name,) = names
+        if name == "package":
+            raise ModuleNotFoundError("No module named 'langdetect'")
+        if name == "code":
+            raise ValueError('The "code_eval" metric executes untrusted code: set HF_ALLOW_CODE_EVAL="1"')
+        parts = ("a", "b") if name == "tag" else names
+        return {"tasks": {part: types.SimpleNamespace(_metric_fn_list={}) for part in parts}, "groups": {}}
+
+
+def test_a_tag_is_its_tasks(monkeypatch):
+    monkeypatch.setattr(harness, "TaskManager", Manager)
+    loaded = harness.load_tasks(["tag"], allow_code=False)
+    assert {name: list(part["tasks"]) for name, part in loaded.items()} == {"a": ["a"], "b": ["b"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("package", "task 'package' needs a package (No module named 'langdetect'); install it"),
+        ("code", "code would execute what the model writes; permit it with --allow-code"),
+        ("additon", "unknown task 'additon', did you mean 'addition'?"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_sentence(name, message, monkeypatch):
+    monkeypatch.setattr(harness, "TaskManager", Manager)
+    with pytest.raises(ValueError, match=r"^[^\n]*$") as caught:
+        harness.load_tasks([name], allow_code=False)
+    assert message in str(caught.value)
