@@ -26,7 +26,9 @@ class Strict(BaseModel):
 
 def _one_line(error: ValidationError, config: type[BaseModel]) -> str:
     """The first thing that is wrong: where, what was given, what to do."""
-    first = error.errors()[0]
+    errors = error.errors()
+    # A misspelt key is why another one is missing.
+    first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
     where = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
         near = difflib.get_close_matches(where, config.model_fields, n=1)

@@ -94,7 +94,7 @@ def axes_of(
     return figure, grid[: len(panels)]
 
 
-def _log_scale(axes: Axes, values: np.ndarray) -> None:
+def log_scale(axes: Axes, values: np.ndarray) -> None:
     """A logarithmic axis that says 0.5 and 20, not 5 × 10⁻¹ and 2 × 10¹."""
     axes.set_yscale("log")
     narrow = np.ptp(np.log10(values)) < 2
@@ -178,7 +178,7 @@ def _overlay(runs: Sequence[Run], quantity: Quantity) -> Picture | None:
             axes.plot(tokens, values, color=style["color"], linewidth=width)
             axes.ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
     if quantity.key == "grad_norm":
-        _log_scale(axes, known)
+        log_scale(axes, known)
     if len(runs) > 1:
         legend(figure, _handles(runs))
     return Picture(quantity.key, quantity.caption, figure)
@@ -198,7 +198,7 @@ def _per_loop(runs: Sequence[Run], quantity: Quantity) -> Picture | None:
             axes.plot(tokens, values, color=colour, marker="o" if len(tokens) <= 30 else "", markersize=3)
     values = np.concatenate([table[np.isfinite(table)] for _, table in tables.values()])
     if values.min() > 0 and values.max() > 20 * values.min():
-        _log_scale(panels[0], values)
+        log_scale(panels[0], values)
     # The state is seen once more than it is stepped: before the first loop.
     first = 0 if quantity.key == "state_norm" else 1
     labels = ["start" if first + i == 0 else f"loop {first + i}" for i in range(loops)]

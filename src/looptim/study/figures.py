@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from ..report import Picture, Run, style_of, styles_of
-from ..report.figures import axes_of, legend, smooth
+from ..report.figures import axes_of, legend, log_scale, smooth
 from .results import Estimate, Outcome, estimate, paired
 from .spec import Plan
 
@@ -142,14 +142,12 @@ def _loops(plan: Plan, done: Sequence[Outcome]) -> Picture | None:
         return None
     measured = any(outcome.exact_match for outcome in done)
     panels = ["validation loss (nats per token)"] + (["exact match (share of problems)"] if measured else [])
-    figure, grid = axes_of("More loops", "", panels, sharey=False, xlabel="loops R")
+    figure, grid = axes_of("More loops", "mean over seeds", panels, sharey=False, xlabel="loops R")
     for preset, points in lines.items():
         style = style_of(preset)
         _errorbars(grid[0], [(loops, estimate(list(o.loss.values()))) for loops, o in points], style)
         if measured:
             _errorbars(grid[1], [(loops, estimate(list(o.exact_match.values()))) for loops, o in points], style)
-    for axes in grid:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     legend(figure, [Line2D([], [], label=preset, **style_of(preset)) for preset in lines])
     return Picture(
         "loops", "Means over seeds with 95% intervals; every point is a model trained with that depth.", figure
@@ -174,16 +172,17 @@ def _state_norm(done: Sequence[Outcome], styles: Styles) -> Picture | None:
     if not looped:
         return None
     figure, grid = axes_of(
-        "Growth of the state", "RMS of the state / at the start", ["before training", "after training"], xlabel="loop"
+        "Growth of the state", "RMS, start = 1", ["before training", "after training"], xlabel="loop"
     )
+    seen = []
     for outcome in looped:
         style = styles[outcome.variant]
         for axes, line in zip(grid, (0, -1), strict=True):
             norms = np.stack([(t := run.columns("state_norm")[1])[line] / t[line, 0] for run in outcome.runs.values()])
+            seen.append(norms.ravel())
             points = [(loop, estimate(column.tolist())) for loop, column in enumerate(norms.T)]
             _errorbars(axes, points, {**style, "linewidth": 1.3})
-    for axes in grid:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    log_scale(grid[0], np.concatenate(seen))
     legend(figure, [_handle(outcome.variant, styles) for outcome in looped])
     return Picture("state_norm", "On validation text; 0 is the state the loop starts with. Means over seeds.", figure)
 

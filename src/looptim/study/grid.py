@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from .. import checkpoint, rundir
 from ..config import Config
 from ..evaluate import evaluate
+from ..evaluate.progress import duration
 from ..train import train
 from ..updates import DivergedError
 from .spec import Cell, Plan
@@ -148,7 +149,7 @@ class Meter:
     def _so_far(self) -> str:
         done = self._done()
         share, elapsed = done - self.first, time.monotonic() - self.start
-        left = f", {_duration(elapsed * (self._total() - done) / share)} left" if share > 0 and self.open else ""
+        left = f", {duration(elapsed * (self._total() - done) / share)} left" if share > 0 and self.open else ""
         return f"{len(self.cells) - len(self.open)} of {len(self.cells)} runs{left}"
 
     def _total(self) -> float:
@@ -178,10 +179,3 @@ def _last_line(folder: Path, key: str) -> dict[str, Any]:
         if key in record:
             return record
     return {}
-
-
-def _duration(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    if minutes < 2:
-        return f"{seconds:.0f} s"
-    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min"

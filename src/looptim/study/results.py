@@ -98,6 +98,8 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate |
 def spikes(run: Run) -> int:
     """Updates whose loss stands out of the ten before them."""
     loss = run.column("loss")[1]
+    if len(loss) <= 10:
+        return 0
     means = np.convolve(loss, np.ones(10) / 10, "valid")[:-1]
     return int((loss[10:] > means + SPIKE).sum())
 
