@@ -85,11 +85,11 @@ def _column(name: str, found: Sequence[dict[str, Any]]) -> Column:
     # As when a run was trained further in between.
     earlier = dict.fromkeys(record["task"] for record in found if record["task"] not in records)
     notes = [f"{name}: left out, of other weights than the newest result: {', '.join(earlier)}"] if earlier else []
-    notes += [
-        f"{name}: {task} only on its first {record['settings']['limit']} problems"
-        for task, record in records.items()
-        if record["settings"]["limit"] is not None
-    ]
+    limited: dict[int, list[str]] = {}
+    for task, record in records.items():
+        if (limit := record["settings"]["limit"]) is not None:
+            limited.setdefault(limit, []).append(task)
+    notes += [f"{name}: only the first {limit} problems of {', '.join(tasks)}" for limit, tasks in limited.items()]
     return Column(name, model, table, notes + [f"{name}: {note}" for r in records.values() for note in r["notes"]])
 
 
