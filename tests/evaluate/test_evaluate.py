@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'looptim[eval]'")
 
@@ -181,6 +182,19 @@ def test_a_task_stopped_in_the_middle_continues(run, tmp_path, monkeypatch, caps
     assert len(asked) == 2
     assert not set(asked) & set(before)
     assert [path.name for path in tmp_path.iterdir()] == ["addition.limit6.json"]
+
+
+def test_a_batch_too_large_for_the_memory_is_one_sentence(run, tmp_path, monkeypatch):
+    from looptim.evaluate import reasoning
+
+    def too_large(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(reasoning, "complete", too_large)
+    with pytest.raises(
+        ValueError, match="addition does not fit the memory in batches of 7; give a smaller --batch-size"
+    ):
+        evaluate(run, tasks=["addition"], limit=2, batch_size=7, out=tmp_path, quiet=True)
 
 
 def test_answers_stay_until_the_result_is_written(run, tmp_path, monkeypatch):

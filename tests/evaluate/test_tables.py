@@ -3,14 +3,15 @@
 import csv
 import io
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from looptim.evaluate.averages import averages
-from looptim.evaluate.formats import latex
+from looptim.evaluate.formats import Cell, latex
 from looptim.evaluate.suites import ROWS
-from looptim.evaluate.tables import Column, main_table, read_columns, split_scales, tables, write_tables
+from looptim.evaluate.tables import Column, main_table, mark, read_columns, split_scales, tables, write_tables
 
 PAPER = json.loads((Path(__file__).parent / "paper_tables.json").read_text())
 BASE = {"layout": "18", "preset": "none", "options": {}, "loops": None, "parameters": 1000, "flops_per_token": 1e6}
@@ -55,6 +56,12 @@ def test_the_main_table_marks_what_the_paper_marks():
                     n for n, c in zip(names, by_row[row], strict=True) if c.mark == kind and n.endswith(f" {scale}")
                 ]
                 assert marked == [f"{winner} {scale}"], (row, kind)
+
+
+def test_a_model_that_diverged_takes_no_mark():
+    columns = [column(name, [], [], preset="operloop") for name in "abc"]
+    cells = mark([Cell(math.nan), Cell(2.0), Cell(1.0)], columns, lower=True)
+    assert [cell.mark for cell in cells] == [None, "underline", "bold"]
 
 
 def test_ratios_are_of_the_baseline_of_each_scale():

@@ -91,6 +91,11 @@ def evaluate(
             except KeyboardInterrupt:
                 progress.end("stopped; the same command continues from here")
                 raise
+            except torch.OutOfMemoryError:
+                raise ValueError(
+                    f"{name} does not fit the memory in batches of {batch_size}; give a smaller --batch-size, which "
+                    "continues from the answers so far"
+                ) from None
             progress.end(_summary(results[name]))
     table = scores({name: record["results"] for name, record in results.items()})
     return {

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .averages import averages, scores
 from .formats import FORMATS, Cell, Table, write_files
@@ -141,16 +142,16 @@ def split_scales(columns: Sequence[Column]) -> list[Scale]:
 def mark(cells: Sequence[Cell], columns: Sequence[Column], *, lower: bool) -> list[Cell]:
     """The best of the looped models in bold and the second underlined, as printed; alone, none is."""
     values = [
-        round(c.value, 2) for c, column in zip(cells, columns, strict=True) if column.looped and c.value is not None
+        # A model that diverged has no number to compare.
+        round(cell.value, 2) if column.looped and cell.value is not None and math.isfinite(cell.value) else None
+        for cell, column in zip(cells, columns, strict=True)
     ]
-    ranks = sorted(set(values), reverse=not lower)
-    if len(values) < 2:
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
         return list(cells)
-    marked = []
-    for cell, column in zip(cells, columns, strict=True):
-        place = ranks.index(round(cell.value, 2)) if column.looped and cell.value is not None else None
-        marked.append(cell._replace(mark={0: "bold", 1: "underline"}.get(place) if place is not None else None))
-    return marked
+    ranks = sorted(set(known), reverse=not lower)
+    marks: dict[float | None, Literal["bold", "underline"]] = dict(zip(ranks, ("bold", "underline"), strict=False))
+    return [cell._replace(mark=marks.get(value)) for cell, value in zip(cells, values, strict=True)]
 
 
 def main_table(scales: Sequence[Scale]) -> Table | None:
