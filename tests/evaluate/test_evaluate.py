@@ -166,11 +166,14 @@ def test_a_task_stopped_in_the_middle_continues(run, tmp_path, monkeypatch, caps
 
     asked, stock = [], reasoning.complete
 
-    def interrupted(model, tokenizer, prompts, **options):
-        if len(asked) == 4:
-            raise KeyboardInterrupt
+    def recorded(model, tokenizer, prompts, **options):
         asked.extend(prompts)
         return stock(model, tokenizer, prompts, **options)
+
+    def interrupted(*arguments, **options):
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        return recorded(*arguments, **options)
 
     monkeypatch.setattr(reasoning, "complete", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -178,6 +181,7 @@ def test_a_task_stopped_in_the_middle_continues(run, tmp_path, monkeypatch, caps
     assert capsys.readouterr().err.endswith("addition (1/1): stopped; the same command continues from here\n")
     before = list(asked)
     asked.clear()
+    monkeypatch.setattr(reasoning, "complete", recorded)
     evaluate(run, tasks=["addition"], limit=6, batch_size=2, out=tmp_path)
     assert len(asked) == 2
     assert not set(asked) & set(before)

@@ -163,7 +163,7 @@ class Manager:
     """lm-eval's, without data: a tag of two tasks, one that lacks a package, one that wants to execute code."""
 
     all_tags = ("tag",)
-    all_tasks = ("a", "b", "code", "package", "tag")
+    all_tasks = ("a", "b", "code", "package", "tag", "unasked")
 
     def load(self, names):
         (name,) = names
@@ -171,6 +171,9 @@ class Manager:
             raise ModuleNotFoundError("No module named 'langdetect'")
         if name == "code":
             raise ValueError('The "code_eval" metric executes untrusted code: set HF_ALLOW_CODE_EVAL="1"')
+        if name == "unasked":
+            # The variable is set in the user's shell, so that the metric does not object.
+            return {"tasks": {name: CodeTask(metric=types.SimpleNamespace(name="code_eval"))}}
         parts = ("a", "b") if name == "tag" else names
         return {"tasks": {part: types.SimpleNamespace(_metric_fn_list={}) for part in parts}, "groups": {}}
 
@@ -186,6 +189,7 @@ def test_a_tag_is_its_tasks(monkeypatch):
     [
         ("package", "task 'package' needs a package (No module named 'langdetect'); install it"),
         ("code", "code would execute what the model writes; permit it with --allow-code"),
+        ("unasked", "unasked would execute what the model writes; permit it with --allow-code"),
         ("additon", "unknown task 'additon', did you mean 'addition'?"),
     ],
 )
