@@ -120,3 +120,15 @@ def test_a_bad_recipe_is_refused_with_its_name(tmp_path, text, overrides, messag
     with pytest.raises(ValueError, match=message) as error:
         lo.load_config(path, set=overrides)
     assert "\n" not in str(error.value)
+
+
+def test_options_belong_to_their_preset_and_their_source(tmp_path):
+    (tmp_path / "a.toml").write_text(
+        '[model]\nlayout = "1-1x2-1"\n[loop]\npreset = "operloop"\noptions = { streams = 2 }\n'
+        '[data]\nsource = "synthetic:addition"\ntokenizer = "bytes"\noptions = { digits = 3 }\n'
+    )
+    same = load_config(tmp_path / "a.toml", set=["loop.preset=operloop", "data.source=synthetic:addition"])
+    assert (same.model.loop.options, same.data.options) == ({"streams": 2}, {"digits": 3})
+    other = load_config(tmp_path / "a.toml", set=["loop.preset=hyperloop", "data.source=synthetic:hop"])
+    assert (other.model.loop.options, other.data.options) == ({}, {})
+    assert other.data.tokenizer == "bytes"

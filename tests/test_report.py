@@ -11,7 +11,7 @@ import pytest
 
 import looptim
 from looptim.report import colour_of, draw, read_run, report, style_of
-from looptim.report.figures import _smooth
+from looptim.report.figures import smooth
 from looptim.report.style import COLOURS, styles_of
 
 
@@ -218,8 +218,8 @@ def test_every_figure_has_named_axes_and_one_line_per_loop(tmp_path):
 def test_smoothing_keeps_constants_and_skips_nan():
     values = np.full(200, 3.0)
     values[50] = math.nan
-    np.testing.assert_allclose(_smooth(values), 3.0)
-    assert _smooth(np.array([1.0, 2.0])).tolist() == [1.0, 2.0]
+    np.testing.assert_allclose(smooth(values), 3.0)
+    assert smooth(np.array([1.0, 2.0])).tolist() == [1.0, 2.0]
 
 
 def test_every_preset_has_a_colour_of_its_own():

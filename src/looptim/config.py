@@ -315,13 +315,15 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` on top of `base`, table by table. Options belong to a preset: another preset starts without them."""
+    """`over` on top of `base`, table by table. Options belong to a preset or a source: another starts without them."""
     merged = dict(base)
     for key, value in over.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        if key == "loop" and both and value.get("preset", merged[key].get("preset")) != merged[key].get("preset"):
-            both = False
-        merged[key] = _merge(merged[key], value) if both else value
+        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            before, name = merged[key], {"loop": "preset", "data": "source"}.get(key)
+            if name in value and value[name] != before.get(name):
+                before = {k: v for k, v in before.items() if k != "options"}
+            value = _merge(before, value)
+        merged[key] = value
     return merged
 
 

@@ -80,12 +80,24 @@ def style_of(name: str) -> dict[str, Any]:
 
 
 def styles_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """A style for each run: its transition's, in another shade and dash for the second run of the same transition."""
-    styles, seen = [], dict.fromkeys((run.preset for run in runs), 0)
+    """A style for each run: its transition's, in another shade and dash for the second run of the same transition.
+
+    Shades of a colour tell three apart; where there are more of one transition, they have colours of their own.
+    """
+    presets = [run.preset for run in runs]
+    others = [colour for colour in dict.fromkeys(COLOURS.values()) if colour not in map(colour_of, presets)]
+    styles, seen = [], dict.fromkeys(presets, 0)
     for run in runs:
         again, style = seen[run.preset], style_of(run.preset)
         seen[run.preset] += 1
-        if again:
+        if again and presets.count(run.preset) > 3:
+            place = again % len(LINESTYLES)
+            style = {
+                "color": others[(again - 1) % len(others)],
+                "linestyle": LINESTYLES[place],
+                "marker": MARKERS[place],
+            }
+        elif again:
             hue, light, saturation = colorsys.rgb_to_hls(*to_rgb(style["color"]))
             light = light * 0.6**again if again % 2 else 1 - (1 - light) * 0.7**again
             dash = (2 * again + run.preset.endswith("_aligned")) % len(LINESTYLES)
