@@ -127,8 +127,8 @@ def test_options_belong_to_their_preset_and_their_source(tmp_path):
         '[model]\nlayout = "1-1x2-1"\n[loop]\npreset = "operloop"\noptions = { streams = 2 }\n'
         '[data]\nsource = "synthetic:addition"\ntokenizer = "bytes"\noptions = { digits = 3 }\n'
     )
-    same = load_config(tmp_path / "a.toml", set=["loop.preset=operloop", "data.source=synthetic:addition"])
+    same = lo.load_config(tmp_path / "a.toml", set=["loop.preset=operloop", "data.source=synthetic:addition"])
     assert (same.model.loop.options, same.data.options) == ({"streams": 2}, {"digits": 3})
-    other = load_config(tmp_path / "a.toml", set=["loop.preset=hyperloop", "data.source=synthetic:hop"])
+    other = lo.load_config(tmp_path / "a.toml", set=["loop.preset=hyperloop", "data.source=synthetic:hop"])
     assert (other.model.loop.options, other.data.options) == ({}, {})
     assert other.data.tokenizer == "bytes"
