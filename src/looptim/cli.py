@@ -241,16 +241,19 @@ def evaluate(
         print(json_module.dumps(answer, indent=2, ensure_ascii=False))
         return
     rows = [
-        [task, metric, f"{value:.4f}", f"{error:.4f}" if (error := result.get(metric.replace(",", "_stderr,"))) else ""]
+        [task, metric, f"{value:.4f}", "" if error is None else f"{error:.4f}"]
         for task, result in answer["results"].items()
         for metric, value in result.items()
         if "_stderr," not in metric
+        for error in [result.get(metric.replace(",", "_stderr,"))]
     ]
     _print_table(["task", "metric", "value", "± stderr"], rows)
     means = {name: value for name, value in answer["averages"].items() if value is not None}
     if means:
         print(", ".join(f"{name} {value:.2f}" for name, value in means.items()))
-    print(f"{answer['folder']}: written; `looptim report {run}` makes the paper's tables")
+    # Reports are of run directories, and look in their eval/.
+    tables = out is None and os.path.isfile(os.path.join(run, "metrics.jsonl"))
+    print(f"{answer['folder']}: written" + (f"; `looptim report {run}` makes the paper's tables" if tables else ""))
 
 
 @app.command()
