@@ -153,20 +153,39 @@ def test_finished_runs_are_skipped_also_those_of_another_study(done, file, capfd
     assert rows["operloop"] == results(done / "out")["operloop"]
 
 
-def test_a_killed_study_continues_and_ends_with_the_same_table(done, file):
+def stopped(file, number):
+    """A study on the command line that got a signal in the middle of its second run."""
     program = "from looptim.cli import main; main()"
     command = [sys.executable, "-c", program, "study", str(file), "--out", str(file.parent / "out")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
     runs = file.parent / "out" / "runs"
-    for _ in range(600):
-        # In the middle of the second run: killing the study must end its workers too, which hold the runs.
-        if len(list(runs.glob("*/metrics.jsonl"))) == 2 and len(list(runs.glob("*/checkpoints/step_000004"))) == 1:
+    for _ in range(6000):
+        written = sorted((path.stat().st_mtime, path) for path in runs.glob("*/metrics.jsonl"))
+        if len(written) == 2 and written[-1][1].read_text().count("\n") > 4:
             break
         time.sleep(0.02)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    os.kill(process.pid, number)
+    _, err = process.communicate()
+    # Its workers hold the runs: they must have ended with it.
     time.sleep(1.5)
-    assert len(list(runs.glob("*/checkpoints/step_000012"))) < 4
+    assert len(list(runs.iterdir())) == 2
+    return process.returncode, err.decode()
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(done, file):
+    # The last step of a run is far: it is stopped in the middle.
+    changed(file, "tokens = 1536", "tokens = 12_800")
+    changed(file.parent / "recipe.toml", "checkpoint_every = 2", "checkpoint_every = 1000")
+    status, err = stopped(file, signal.SIGINT)
+    assert status == 130
+    assert f"looptim: stopped; the same command continues {file.parent / 'out'}" in err
+    assert "Traceback" not in err
+    steps = sorted(int(path.name[5:]) for path in file.parent.glob("out/runs/*/checkpoints/step_*"))
+    assert len(steps) == 2 and steps[0] < steps[1] == 100
+
+
+def test_a_killed_study_continues_and_ends_with_the_same_table(done, file):
+    stopped(file, signal.SIGKILL)
     lo.study(file, file.parent / "out", progress=False)
     for name in ("results.json", "results.md"):
         assert (file.parent / "out" / name).read_bytes() == (done / "out" / name).read_bytes()

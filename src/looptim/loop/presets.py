@@ -247,7 +247,7 @@ def operloop(
     shared: bool = False,
     read_init: float | None = None,
     decay_init: float = 0.05,
-    step_init: float = 0.9,
+    step_init: float = 0.75,
     scale: float = Gate.init_scale,
     bias_std: float = 0.0,
 ) -> Loop:
@@ -288,7 +288,7 @@ def operloop_transition(
     step: str = "causal",
     read_init: float | None = None,
     decay_init: float = 0.05,
-    step_init: float = 0.9,
+    step_init: float = 0.75,
     scale: float = Gate.init_scale,
     bias_std: float = 0.0,
 ) -> Transition:

@@ -65,8 +65,12 @@ def run_grid(plan: Plan, runs: Path, *, jobs: int, progress: bool) -> dict[str, 
         raise ValueError(
             "a worker was killed, perhaps for want of memory; the same command continues, fewer --jobs need less"
         ) from None
+    except KeyboardInterrupt:
+        # What is being trained then leaves a checkpoint.
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+        raise
     finally:
-        # What is being trained hears of Ctrl-C itself, and leaves a checkpoint.
         pool.shutdown(wait=True, cancel_futures=True)
     return failures
 
@@ -85,6 +89,9 @@ def _follow(futures: Mapping[Future[str | None], Cell], meter: Meter, failures: 
 
 def _start_worker(parent: int, threads: int) -> None:
     torch.set_num_threads(threads)
+    # Ctrl-C is for the study, which passes it on: a run asked twice would stop without a checkpoint.
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()
 
     def watch() -> None:
         # A worker whose study was killed would go on holding its run; checkpoints are written whole, so it may just go.
@@ -102,6 +109,9 @@ def _run(config: dict[str, Any], folder: str) -> str | None:
         train(resolved, folder, resume=True, progress=False)
     except DivergedError as error:
         return str(error)
+    except KeyboardInterrupt:
+        # The checkpoint is written. Returning would be taken as being free for the next run.
+        os._exit(130)
     task = task_of(resolved)
     if task is not None:
         evaluate(folder, tasks=[task], limit=PROBLEMS, batch_size=100, quiet=True)
