@@ -153,15 +153,16 @@ def test_finished_runs_are_skipped_also_those_of_another_study(done, file, capfd
     assert rows["operloop"] == results(done / "out")["operloop"]
 
 
-def stopped(file, number):
-    """A study on the command line that got a signal in the middle of its second run."""
+def stopped(file, number, jobs=1):
+    """A study on the command line that got a signal in the middle of its second run, or of its first two at once."""
     program = "from looptim.cli import main; main()"
     command = [sys.executable, "-c", program, "study", str(file), "--out", str(file.parent / "out")]
+    command += ["--jobs", str(jobs)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
     runs = file.parent / "out" / "runs"
     for _ in range(6000):
-        written = sorted((path.stat().st_mtime, path) for path in runs.glob("*/metrics.jsonl"))
-        if len(written) == 2 and written[-1][1].read_text().count("\n") > 4:
+        written = [path.read_text().count("\n") for path in runs.glob("*/metrics.jsonl")]
+        if len(written) == 2 and min(written) > 4:
             break
         time.sleep(0.02)
     os.kill(process.pid, number)
@@ -172,16 +173,19 @@ def stopped(file, number):
     return process.returncode, err.decode()
 
 
-def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(done, file):
+@pytest.mark.parametrize(("number", "jobs"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
+def test_ctrl_c_and_sigterm_leave_a_checkpoint_and_say_how_to_go_on(file, number, jobs):
     # The last step of a run is far: it is stopped in the middle.
-    changed(file, "tokens = 1536", "tokens = 12_800")
-    changed(file.parent / "recipe.toml", "checkpoint_every = 2", "checkpoint_every = 1000")
-    status, err = stopped(file, signal.SIGINT)
+    last = 100 if jobs == 1 else 2000
+    changed(file, "tokens = 1536", f"tokens = {128 * last}")
+    changed(file.parent / "recipe.toml", "checkpoint_every = 2", "checkpoint_every = 9999")
+    status, err = stopped(file, number, jobs)
     assert status == 130
     assert f"looptim: stopped; the same command continues {file.parent / 'out'}" in err
     assert "Traceback" not in err
     steps = sorted(int(path.name[5:]) for path in file.parent.glob("out/runs/*/checkpoints/step_*"))
-    assert len(steps) == 2 and steps[0] < steps[1] == 100
+    assert len(steps) == 2 and steps[0] < last
+    assert (steps[1] == last) == (jobs == 1)
 
 
 def test_a_killed_study_continues_and_ends_with_the_same_table(done, file):

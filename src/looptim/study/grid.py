@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import _thread
 import json
+import math
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any, final
 
@@ -45,6 +50,20 @@ def is_finished(cell: Cell, runs: Path) -> bool:
     return trained and (task is None or (folder / "eval" / f"{task}.limit{PROBLEMS}.json").is_file())
 
 
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """Schedulers stop a job with SIGTERM, which would end the study and leave its runs without a checkpoint."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@_sigterm_as_ctrl_c()
 def run_grid(plan: Plan, runs: Path, *, jobs: int, progress: bool) -> dict[str, str]:
     """Train every run that is not finished, `jobs` at a time; why those failed that diverged, by the run's name."""
     waiting = list({cell.name: cell for cell in plan.cells if not is_finished(cell, runs)}.values())
@@ -55,20 +74,20 @@ def run_grid(plan: Plan, runs: Path, *, jobs: int, progress: bool) -> dict[str, 
         return failures
     threads = max(1, torch.get_num_threads() // jobs)
     spawn = multiprocessing.get_context("spawn")
+    stop = spawn.Event()
     meter = Meter(plan, waiting, runs, show=progress)
-    pool = ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_start_worker, initargs=(os.getpid(), threads))
+    pool = ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_start_worker, initargs=(os.getpid(), threads, stop))
     try:
-        futures = {pool.submit(_run, cell.config.model_dump(), str(runs / cell.name)): cell for cell in waiting}
         with meter:
+            futures = {pool.submit(_run, cell.config.model_dump(), str(runs / cell.name)): cell for cell in waiting}
             _follow(futures, meter, failures)
     except BrokenProcessPool:
         raise ValueError(
             "a worker was killed, perhaps for want of memory; the same command continues, fewer --jobs need less"
         ) from None
-    except KeyboardInterrupt:
-        # What is being trained then leaves a checkpoint.
-        for worker in multiprocessing.active_children():
-            worker.terminate()
+    except BaseException:
+        # Ctrl-C, or a run that failed: what is being trained beside it then leaves a checkpoint.
+        stop.set()
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -87,15 +106,27 @@ def _follow(futures: Mapping[Future[str | None], Cell], meter: Meter, failures: 
         meter.tick()
 
 
-def _start_worker(parent: int, threads: int) -> None:
+_stop: Event
+"""Of a worker: set when its study stops."""
+
+
+def _start_worker(parent: int, threads: int, stop: Event) -> None:
+    global _stop
+    _stop = stop
     torch.set_num_threads(threads)
     # Ctrl-C is for the study, which passes it on: a run asked twice would stop without a checkpoint.
     if hasattr(os, "setpgrp"):
         os.setpgrp()
+    # Between runs there is nothing to stop, and a worker that ends breaks the pool for the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
+        asked = False
         # A worker whose study was killed would go on holding its run; checkpoints are written whole, so it may just go.
         while os.getppid() == parent:
+            if stop.is_set() and not asked:
+                asked = True
+                _thread.interrupt_main()
             time.sleep(0.5)
         os._exit(1)
 
@@ -104,18 +135,25 @@ def _start_worker(parent: int, threads: int) -> None:
 
 def _run(config: dict[str, Any], folder: str) -> str | None:
     """Train one run, and ask it its task; the reason if it diverged."""
-    resolved = Config(**config)
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if _stop.is_set():
+            raise KeyboardInterrupt
+        resolved = Config(**config)
         train(resolved, folder, resume=True, progress=False)
+        task = task_of(resolved)
+        if task is not None:
+            evaluate(folder, tasks=[task], limit=PROBLEMS, batch_size=100, quiet=True)
+        return None
     except DivergedError as error:
         return str(error)
     except KeyboardInterrupt:
-        # The checkpoint is written. Returning would be taken as being free for the next run.
-        os._exit(130)
-    task = task_of(resolved)
-    if task is not None:
-        evaluate(folder, tasks=[task], limit=PROBLEMS, batch_size=100, quiet=True)
-    return None
+        if not _stop.is_set():
+            # Not the study but the pool wants this, which is broken and waits for its workers to end.
+            os._exit(130)
+        raise
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @final
@@ -126,15 +164,16 @@ class Meter:
         self.runs, self.show = runs, show
         self.cells = {cell.name: cell for cell in plan.cells}
         self.open = {cell.name for cell in waiting}
-        self.cost = {cell.name: plan.flops(cell.variant) / cell.config.train.steps for cell in plan.cells}
+        self.cost = {cell.name: plan.flops(cell.variant) for cell in plan.cells}
+        self.total = sum(self.cost.values())
         self.start, self.first = time.monotonic(), self._done()
         self.bar: Progress | None = None
 
     def __enter__(self) -> Meter:
         if self.show and sys.stderr.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-            self.bar = Progress(*columns, console=Console(stderr=True))
-            self.task = self.bar.add_task("", total=self._total())
+            self.bar = Progress(*columns, console=Console(stderr=True, markup=False, highlight=False))
+            self.task = self.bar.add_task("", total=self.total)
             self.bar.start()
         elif self.show:
             print(f"{len(self.cells) - len(self.open)} of {len(self.cells)} runs are done", file=sys.stderr)
@@ -148,7 +187,8 @@ class Meter:
         self.open.discard(cell.name)
         if not self.show:
             return
-        said = failure or f"validation loss {_last_line(self.runs / cell.name, 'valid_loss')['valid_loss']:.4f}"
+        loss = _last_line(self.runs / cell.name, "valid_loss").get("valid_loss", math.nan)
+        said = failure or f"validation loss {loss:.4f}"
         line = f"{cell.variant}, seed {cell.seed}: {said} ({self._so_far()})"
         self.bar.console.print(line) if self.bar else print(line, file=sys.stderr, flush=True)
 
@@ -159,18 +199,14 @@ class Meter:
     def _so_far(self) -> str:
         done = self._done()
         share, elapsed = done - self.first, time.monotonic() - self.start
-        left = f", {duration(elapsed * (self._total() - done) / share)} left" if share > 0 and self.open else ""
+        left = f", {duration(elapsed * (self.total - done) / share)} left" if share > 0 and self.open else ""
         return f"{len(self.cells) - len(self.open)} of {len(self.cells)} runs{left}"
 
-    def _total(self) -> float:
-        return sum(self.cost[name] * cell.config.train.steps for name, cell in self.cells.items())
-
     def _done(self) -> float:
-        steps = {
-            name: _last_line(self.runs / name, "loss").get("step", 0) if name in self.open else cell.config.train.steps
-            for name, cell in self.cells.items()
-        }
-        return sum(self.cost[name] * number for name, number in steps.items())
+        return sum(cost * (self._trained(name) if name in self.open else 1.0) for name, cost in self.cost.items())
+
+    def _trained(self, name: str) -> float:
+        return _last_line(self.runs / name, "loss").get("step", 0) / self.cells[name].config.train.steps
 
 
 def _last_line(folder: Path, key: str) -> dict[str, Any]:
