@@ -8,15 +8,28 @@ import json
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, final
+from typing import Annotated, Any, final
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from ..config import Config, Strict, load_config
 from ..count import Count, count
 
 TOLERANCE = 0.02
 """How far the training FLOPs of a variant may be from the reference's."""
+
+
+OWN = {"train.steps": "tokens", "train.seed": "seeds", "loop": "variants", "model.loop": "variants"}
+"""Keys of a recipe that a study sets itself, and from what."""
+
+
+def _each_once(seeds: tuple[int, ...]) -> tuple[int, ...]:
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds {list(seeds)} name one twice; give each once")
+    return seeds
+
+
+Seeds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], AfterValidator(_each_once)]
 
 
 class Variant(Strict):
@@ -33,7 +46,7 @@ class Scale(Strict):
 
     base: str
     tokens: int = Field(ge=1)
-    seeds: tuple[int, ...] = Field((), description="The study's by default.")
+    seeds: Seeds = Field((), description="The study's by default.")
 
 
 class Study(Strict):
@@ -42,7 +55,7 @@ class Study(Strict):
     title: str
     base: str
     tokens: int = Field(ge=1, description="The budget of every run.")
-    seeds: tuple[int, ...] = Field(min_length=1)
+    seeds: Seeds = Field(min_length=1)
     reference: str = Field(description="The variant the others are compared with.")
     matched: bool = Field(True, description="Whether training FLOPs must agree.")
     set: tuple[str, ...] = Field((), description="Changes to the base, as key=value.")
@@ -56,8 +69,6 @@ class Study(Strict):
         for name, variant in self.variants.items():
             if variant.against is not None and variant.against not in self.variants:
                 raise ValueError(f"variant {name!r} is against {variant.against!r}, which is no variant")
-        if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds {list(self.seeds)} name one twice; give each once")
         return self
 
 
@@ -93,6 +104,12 @@ class Plan:
         """Of the first seed."""
         return next(cell.config for cell in self.cells if cell.variant == variant)
 
+    @property
+    def tokens(self) -> int:
+        """That a run is trained on: the budget in whole updates."""
+        settings = self.cells[0].config.train
+        return settings.steps * settings.batch_size * settings.seq_len
+
     def flops(self, variant: str) -> float:
         """Training FLOPs of a run, relative to the reference's."""
         total = {name: sum(self.counts[name].flops.values()) for name in (variant, self.study.reference)}
@@ -118,7 +135,9 @@ def load_plan(path: str | Path, *, scale: str | None = None, set: Iterable[str] 
             raise ValueError(f"{path} has no scale {scale!r}; {known}")
         changed = study.scales[scale].model_dump()
         study = study.model_copy(update={**changed, "seeds": changed["seeds"] or study.seeds})
-    base = load_config(path.parent / study.base, set=[*study.set, *([set] if isinstance(set, str) else set)])
+    changes = [*study.set, *([set] if isinstance(set, str) else set)]
+    _check_changes(changes)
+    base = load_config(path.parent / study.base, set=changes)
     configs = {name: _config(base, study, name) for name in study.variants}
     cells = [
         Cell(name, seed, config.model_copy(update={"train": config.train.model_copy(update={"seed": seed})}))
@@ -140,6 +159,16 @@ def _read(path: Path) -> Study:
         raise ValueError(f"{path} is not valid TOML: {error}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _check_changes(changes: Iterable[str]) -> None:
+    """A change that the study would overwrite is not passed over in silence."""
+    for text in changes:
+        for key, source in OWN.items():
+            if f"{text.partition('=')[0].strip()}.".startswith(f"{key}."):
+                raise ValueError(
+                    f"--set {text!r} would change nothing: a study has {key} from its {source}; edit those"
+                )
 
 
 def _config(base: Config, study: Study, name: str) -> Config:
