@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -17,7 +18,9 @@ from looptim.data import open_data
 from looptim.model import LoopedLM
 from looptim.report import Run
 from looptim.study import load_plan
-from looptim.study.results import QUANTILES, estimate, paired, spikes, state_growth
+from looptim.study.figures import draw
+from looptim.study.grid import Meter
+from looptim.study.results import QUANTILES, estimate, outcomes, paired, spikes, state_growth
 
 ROOT = Path(__file__).parents[1]
 
@@ -109,6 +112,7 @@ def test_a_study_leaves_a_table_figures_and_a_page(done):
     assert "loops.png" not in names
     page = (out / "index.html").read_text()
     assert page.count("<img") == 4
+    assert f"torch: {torch.__version__}" in page
     assert "http" not in page.replace("http://www.w3.org", "")
     assert len(list((out / "runs").iterdir())) == 4
 
@@ -132,6 +136,10 @@ def test_the_table_follows_from_the_runs(done):
     text = (done / "out" / "results.md").read_text()
     assert f"{rows['operloop']['loss']['mean']:.4f}" in text
     assert f"{statistics.mean(difference):+.4f} ± {half:.4f}" in text
+    assert "| exact match minus its twin |" in text and "Twins: operloop: vanilla." in text
+    assert rows["operloop"]["exact_match_against"] == rows["operloop"]["exact_match_difference"]
+    # The number behind ± is no standard error.
+    assert (done / "out" / "results.csv").read_text().startswith("table,row,column,value,half_width_95,mark\n")
 
 
 def test_the_same_study_twice_has_the_same_numbers(done, tmp_path):
@@ -238,6 +246,8 @@ def test_estimates():
     assert (found.mean - found.half, found.mean + found.half) == pytest.approx((low, high), abs=2e-3)
     # Only seeds that both have.
     assert paired({0: 2.0, 1: 5.0}, {1: 4.0, 2: 9.0}) == estimate([1.0])
+    # In the order of the study's seeds, as all that is written.
+    assert paired({1: 5.0, 0: 2.0}, {0: 1.0, 1: 1.0}) == estimate([4.0, 1.0])
 
 
 def test_stability_is_read_off_the_metrics():
@@ -272,10 +282,17 @@ def test_one_seed_has_no_interval_and_says_so(file):
 
 
 def test_loops_are_drawn_over_depths(file):
-    changed(file, 'against = "vanilla"', '[variants."operloop x3"]\npreset = "operloop"\nlayout = "1-1x3-1"')
+    deeper = '[variants."operloop x3"]\npreset = "operloop"\nlayout = "1-1x3-1"'
+    changed(file, 'against = "vanilla"', f"{deeper}\n{deeper.replace('op x3', 'op, two')}\noptions = {{ streams = 2 }}")
     changed(file, "tokens = 1536", "tokens = 400")
+    changed(file, "seeds = [0, 1]", "seeds = [0]")
     lo.study(file, file.parent / "out", progress=False)
     assert (file.parent / "out" / "loops.png").is_file()
+    plan = load_plan(file)
+    pictures = {picture.name: picture for picture in draw(plan, outcomes(plan, file.parent / "out" / "runs", {}))}
+    (legend,) = pictures["loops"].figure.legends
+    # Models that differ in more than their depth are not joined by a line.
+    assert [text.get_text() for text in legend.get_texts()] == ["vanilla", "operloop", "operloop, streams 2"]
 
 
 def test_a_run_that_diverges_is_a_result_and_the_others_go_on(file):
@@ -289,6 +306,62 @@ def test_a_run_that_diverges_is_a_result_and_the_others_go_on(file):
     assert "did not finish: the" in (file.parent / "out" / "results.md").read_text()
 
 
+def last_validation(text):
+    return text[: text.rindex("{", 0, text.rindex("valid_loss"))]
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "message"),
+    [
+        ("metrics.jsonl", last_validation, "its metrics lack the last validation"),
+        ("metrics.jsonl", lambda text: text.replace('"loss"', '"lost"', 1), "its metrics lack updates"),
+        ("metrics.jsonl", lambda text: text.replace("{", "", 1), "line 1 is not JSON"),
+        ("env.json", lambda text: text[:99], "Unterminated|Expecting"),
+        ("eval/addition.limit200.json", lambda text: "{}", "results"),
+    ],
+)
+def test_a_damaged_run_is_named_before_others_are_trained(done, file, name, harm, message):
+    runs = shutil.copytree(done / "out" / "runs", file.parent / "runs")
+    folder = next(runs.glob("operloop*"))
+    (folder / name).write_text(harm((folder / name).read_text()))
+    changed(file, "seeds = [0, 1]", "seeds = [0, 1, 2]")
+    with pytest.raises(ValueError, match=f"the run {folder} is damaged .*({message}).*; delete it, and the same"):
+        lo.study(file, file.parent / "out", runs=runs, progress=False)
+    assert len(list(runs.iterdir())) == 4
+
+
+def test_a_last_validation_that_is_no_number_is_a_failure_of_its_run(done, file):
+    runs = shutil.copytree(done / "out" / "runs", file.parent / "runs")
+    metrics = next(runs.glob("operloop*_s1_*")) / "metrics.jsonl"
+    *lines, last = metrics.read_text().splitlines()
+    lines.append(json.dumps({**json.loads(last), "valid_loss": float("nan")}))
+    metrics.write_text("\n".join(lines) + "\n")
+    lo.study(file, file.parent / "out", runs=runs, progress=False)
+    assert "NaN" not in (file.parent / "out" / "results.json").read_text()
+    rows = results(file.parent / "out")
+    assert rows["operloop"]["seeds"] == [0] and rows["vanilla"]["seeds"] == [0, 1]
+    assert "operloop, seed 1, did not finish: its last validation" in (file.parent / "out" / "results.md").read_text()
+
+
+def test_a_run_that_fails_stops_those_beside_it(file):
+    changed(file, "tokens = 1536", "tokens = 256_000")
+    failing, other, *_ = load_plan(file).cells
+    runs = file.parent / "out" / "runs"
+    (runs / failing.name / "metrics.jsonl").mkdir(parents=True)
+    with pytest.raises(OSError, match="directory"):
+        lo.study(file, file.parent / "out", jobs=2, progress=False)
+    assert not (runs / other.name / "checkpoints" / "step_002000").exists()
+
+
+def test_names_with_brackets_are_shown(file, monkeypatch, capsys):
+    changed(file, "[variants.operloop]", '[variants."operloop [a]"]')
+    plan = load_plan(file)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with Meter(plan, plan.cells, file.parent, show=True) as meter:
+        meter.finished(plan.cells[1], "why")
+    assert "operloop [a], seed 0: why (1 of 4 runs" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -300,6 +373,10 @@ def test_a_run_that_diverges_is_a_result_and_the_others_go_on(file):
         ('against = "vanilla"', 'against = "none"', "is against 'none', which is no variant"),
         ("seeds = [0, 1]", "seeds = []", "seeds"),
         ("seeds = [0, 1]", "seeds = [1, 1]", "name one twice"),
+        ("seeds = [0, 1]", "seeds = [0, -1]", r"seeds\.1: .*, got -1"),
+        ('against = "vanilla"', '[scales.tiny]\nbase="recipe.toml"\ntokens=1\nseeds=[1, 1]', "name one twice"),
+        ("matched = false", 'matched = false\nset = ["train.steps=3"]', r"'train.steps=3' would .* from its tokens"),
+        ("matched = false", 'matched = false\nset = ["loop.options.streams=2"]', "would change nothing"),
         ("tokens = 1536", "tokens = 0", "tokens"),
         ("tokens = 1536", "token = 1536", "unknown key 'token', did you mean 'tokens'"),
         ('base = "recipe.toml"', 'base = "nothing.toml"', "there is no recipe"),
@@ -321,8 +398,16 @@ def test_folders_and_scales_that_do_not_fit(done, file):
     with pytest.raises(ValueError, match="jobs must be at least 1, got 0"):
         lo.study(file, file.parent / "out", jobs=0)
     changed(file, "tokens = 1536", "tokens = 2048")
-    with pytest.raises(ValueError, match=r"holds another study \('two'; variant operloop, variant vanilla differ\)"):
+    with pytest.raises(ValueError, match=r"holds another study \('two'; variant vanilla, variant operloop differ\)"):
         lo.study(file, done / "out")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_a_damaged_record_of_a_study_is_one_sentence(file, text):
+    (file.parent / "out").mkdir()
+    (file.parent / "out" / "study.json").write_text(text)
+    with pytest.raises(ValueError, match=r"study\.json is damaged; delete it"):
+        lo.study(file, file.parent / "out")
 
 
 def test_the_shipped_studies_are_matched_or_say_why():

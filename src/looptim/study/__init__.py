@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from ..evaluate.formats import FORMATS, Cell, Table
 from ..report.figures import Picture, render
@@ -44,6 +44,8 @@ def study(
     with claimed(out, first=True):
         write_whole(out / "study.json", json.dumps(plan.identity(), indent=2))
         folder = out / "runs" if runs is None else Path(runs)
+        # Runs that are damaged, or saw other data, are found before hours go into those that are missing.
+        outcomes(plan, folder, {})
         failures = run_grid(plan, folder, jobs=jobs, progress=progress)
         return write(plan, outcomes(plan, folder, failures), out)
 
@@ -53,10 +55,14 @@ def _check_folder(out: Path, plan: Plan) -> None:
     file = out / "study.json"
     if not file.is_file():
         return
-    before, now = json.loads(file.read_text()), json.loads(json.dumps(plan.identity()))
-    changed = [key for key in ("study", "reference") if before[key] != now[key]]
-    both = before["variants"].keys() & now["variants"].keys()
-    changed += [f"variant {name}" for name in sorted(both) if before["variants"][name] != now["variants"][name]]
+    now = json.loads(json.dumps(plan.identity()))
+    try:
+        before = json.loads(file.read_text())
+        changed = [key for key in ("study", "reference") if before[key] != now[key]]
+        both = [name for name in now["variants"] if name in before["variants"]]
+        changed += [f"variant {name}" for name in both if before["variants"][name] != now["variants"][name]]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{file} is damaged; delete it, and the runs that are there are used") from None
     if changed:
         raise ValueError(
             f"{out} holds another study ({before['study']!r}; {', '.join(changed)} differ); choose another --out"
@@ -69,23 +75,40 @@ def write(plan: Plan, found: Sequence[Outcome], out: Path) -> Path:
     pictures, files = render(lambda: draw(plan, found))
     for kind, form in FORMATS.items():
         files[f"results.{kind}"] = form(made).encode()
+    # The errors of evaluations are standard errors, those of studies half-widths of intervals.
+    files["results.csv"] = files["results.csv"].replace(b",stderr,", b",half_width_95,", 1)
     files["results.json"] = (json.dumps(as_json(plan, found), indent=2) + "\n").encode()
-    files["index.html"] = _page(plan, made, pictures, files).encode()
+    files["index.html"] = _page(plan, found, made, pictures, files).encode()
     write_report(out, files, figures=FIGURES)
     return out / "index.html"
 
 
-def _page(plan: Plan, made: Sequence[Table], pictures: Sequence[Picture], files: dict[str, bytes]) -> str:
+def _page(
+    plan: Plan, found: Sequence[Outcome], made: Sequence[Table], pictures: Sequence[Picture], files: dict[str, bytes]
+) -> str:
     title = html.escape(plan.study.title)
     parts = [f"<h1>{title}</h1>"]
     for index, table in enumerate(made):
         parts += [f"<h2>{html.escape(table.title)}</h2>" if index else "", _html_table(table)]
-        parts += [f'<p class="note">{html.escape(note)}</p>' for note in table.notes]
+        parts += map(_paragraph, table.notes)
     parts += ["<h2>Figures</h2>", embedded(pictures, files), "<h2>Configs</h2>"]
     for name in plan.study.variants:
         text = html.escape(plan.config(name).to_toml())
         parts.append(f"<details><summary>{html.escape(name)}</summary><pre>{text}</pre></details>")
-    return document(title, parts)
+    return document(title, [*parts, "<h2>Made with</h2>", *map(_paragraph, _origins(found))])
+
+
+def _origins(found: Sequence[Outcome]) -> Iterator[str]:
+    """A run is known by its config: that the code or the machine has changed between runs shows here."""
+    records = [json.loads(run.files["env.json"]) for outcome in found for run in outcome.runs.values()]
+    for key in ("looptim", "commit", "torch", "python", "platform", "device", "threads"):
+        values = Counter(str(record.get(key)) for record in records)
+        several = [f"{value} ({number} of {len(records)} runs)" for value, number in values.items()]
+        yield f"{key}: {', '.join(several if len(values) > 1 else values)}"
+
+
+def _paragraph(text: str) -> str:
+    return f'<p class="note">{html.escape(text)}</p>'
 
 
 def _html_table(table: Table) -> str:
@@ -94,8 +117,8 @@ def _html_table(table: Table) -> str:
     return f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
 
 
-def _html_cell(cell: Any) -> str:
-    if not isinstance(cell, Cell):
+def _html_cell(cell: str | Cell) -> str:
+    if isinstance(cell, str):
         return f"<td>{html.escape(cell)}</td>"
     if cell.value is None:
         return "<td>–</td>"

@@ -11,13 +11,17 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from ..report import Picture, Run, style_of, styles_of
+from ..report import Picture, Run, styles_of
 from ..report.figures import axes_of, legend, log_scale, smooth
 from .results import Estimate, Outcome, estimate, paired
 from .spec import Plan
 
 FIGURES = ("loss", "difference", "loops", "state_norm", "grad_norm")
 
+SCALE = "The scale is set by what follows the first tenth of training."
+
+Curve = tuple[np.ndarray, np.ndarray]
+"""Tokens and values."""
 Styles = Mapping[str, dict[str, Any]]
 
 
@@ -46,36 +50,32 @@ def _loss(done: Sequence[Outcome], reference: Outcome | None, styles: Styles) ->
     """Figure 2 of the paper: the loss, and the loss minus that of the reference."""
     panels = ["training loss"] + ([f"minus {reference.variant}, paired by seed"] if reference else [])
     figure, grid = axes_of("Loss over training", "nats per token", panels, sharey=False)
-    for outcome in done:
-        _band(grid[0], [_curve(run, "loss") for run in outcome.runs.values()], styles[outcome.variant])
-        if reference and outcome is not reference:
-            both = sorted(outcome.runs.keys() & reference.runs.keys())
-            curves = [_minus(outcome.runs[seed], reference.runs[seed]) for seed in both]
-            _band(grid[1], curves, styles[outcome.variant])
-    _trim(grid[0], [_curve(run, "loss") for outcome in done for run in outcome.runs.values()])
+    curves = {o.variant: [_curve(run, "loss") for run in o.runs.values()] for o in done}
+    _lines(grid[0], curves, styles)
     if reference:
-        grid[1].axhline(0, **_line(styles[reference.variant]))
-        _trim(
-            grid[1], [_minus(o.runs[s], reference.runs[s]) for o in done for s in o.runs.keys() & reference.runs.keys()]
-        )
+        _lines(grid[1], {o.variant: _minus(o.runs, reference.runs) for o in done}, styles)
     legend(figure, [_handle(outcome.variant, styles) for outcome in done])
-    caption = (
-        "Lines are means over seeds, smoothed; bands are 95% intervals. The first tenth of training is off the scale."
-    )
+    caption = "Lines are means over seeds, smoothed; bands are 95% intervals of the smoothed. " + SCALE
     return Picture("loss", caption, figure)
 
 
-def _curve(run: Run, key: str) -> tuple[np.ndarray, np.ndarray]:
+def _curve(run: Run, key: str) -> Curve:
     tokens, values = run.column(key)
     return tokens, smooth(values)
 
 
-def _minus(ours: Run, theirs: Run) -> tuple[np.ndarray, np.ndarray]:
-    tokens, values = ours.column("loss")
-    return tokens, smooth(values - theirs.column("loss")[1])
+def _minus(ours: Mapping[int, Run], theirs: Mapping[int, Run]) -> list[Curve]:
+    pairs = [(ours[seed], theirs[seed]) for seed in ours if seed in theirs]
+    return [(a.column("loss")[0], smooth(a.column("loss")[1] - b.column("loss")[1])) for a, b in pairs]
 
 
-def _band(axes: Axes, curves: Sequence[tuple[np.ndarray, np.ndarray]], style: Mapping[str, Any]) -> None:
+def _lines(axes: Axes, curves: Mapping[str, Sequence[Curve]], styles: Styles) -> None:
+    for variant, some in curves.items():
+        _band(axes, some, styles[variant])
+    _trim(axes, [curve for some in curves.values() for curve in some])
+
+
+def _band(axes: Axes, curves: Sequence[Curve], style: Mapping[str, Any]) -> None:
     if not curves:
         return
     tokens = curves[0][0]
@@ -87,8 +87,8 @@ def _band(axes: Axes, curves: Sequence[tuple[np.ndarray, np.ndarray]], style: Ma
         axes.fill_between(tokens, mean - half, mean + half, color=style["color"], alpha=0.15, linewidth=0)
 
 
-def _trim(axes: Axes, curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Leave out the first tenth, whose fall would flatten everything after it."""
+def _trim(axes: Axes, curves: Sequence[Curve]) -> None:
+    """Scale for all but the first tenth, whose fall would flatten everything after it."""
     kept = [values[len(values) // 10 :] for _, values in curves]
     low, high = min(float(v.min()) for v in kept), max(float(v.max()) for v in kept)
     room = 0.08 * (high - low) or 1.0
@@ -131,27 +131,27 @@ def _difference(done: Sequence[Outcome], reference: Outcome | None, styles: Styl
 
 def _loops(plan: Plan, done: Sequence[Outcome]) -> Picture | None:
     """Figure 3 of the paper: the loss against the number of loops, a line for each transition."""
-    by_preset: dict[str, list[tuple[int, Outcome]]] = {}
+    lines: dict[str, list[tuple[int, Outcome]]] = {}
     for outcome in done:
         config = plan.config(outcome.variant).model
         looped = [segment.loops for segment in config.segments if segment.loops is not None]
         if len(looped) == 1:
-            by_preset.setdefault(config.loop.preset, []).append((looped[0], outcome))
-    lines = {preset: sorted(points, key=lambda p: p[0]) for preset, points in by_preset.items()}
+            name = ", ".join([config.loop.preset, *(f"{key} {value}" for key, value in config.loop.options.items())])
+            lines.setdefault(name, []).append((looped[0], outcome))
     if max((len({loops for loops, _ in points}) for points in lines.values()), default=0) < 2:
         return None
     measured = any(outcome.exact_match for outcome in done)
     panels = ["validation loss (nats per token)"] + (["exact match (share of problems)"] if measured else [])
     figure, grid = axes_of("More loops", "mean over seeds", panels, sharey=False, xlabel="loops R")
-    for preset, points in lines.items():
-        style = style_of(preset)
+    styles = styles_of([_first(points[0][1]) for points in lines.values()])
+    for points, style in zip(lines.values(), styles, strict=True):
+        points.sort(key=lambda point: point[0])
         _errorbars(grid[0], [(loops, estimate(list(o.loss.values()))) for loops, o in points], style)
         if measured:
             _errorbars(grid[1], [(loops, estimate(list(o.exact_match.values()))) for loops, o in points], style)
-    legend(figure, [Line2D([], [], label=preset, **style_of(preset)) for preset in lines])
-    return Picture(
-        "loops", "Means over seeds with 95% intervals; every point is a model trained with that depth.", figure
-    )
+    legend(figure, [Line2D([], [], label=name, **style) for name, style in zip(lines, styles, strict=True)])
+    caption = "Means over seeds with 95% intervals; every point is a model trained with that depth."
+    return Picture("loops", caption, figure)
 
 
 def _errorbars(axes: Axes, points: Sequence[tuple[int, Estimate | None]], style: Mapping[str, Any]) -> None:
@@ -189,14 +189,9 @@ def _state_norm(done: Sequence[Outcome], styles: Styles) -> Picture | None:
 
 def _grad_norm(done: Sequence[Outcome], styles: Styles) -> Picture:
     figure, (axes,) = axes_of("Gradient norm", "global L2 norm, before clipping", [""])
-    curves = {outcome.variant: [_curve(run, "grad_norm") for run in outcome.runs.values()] for outcome in done}
-    for variant, some in curves.items():
-        _band(axes, some, styles[variant])
-    _trim(axes, [curve for some in curves.values() for curve in some])
+    _lines(axes, {o.variant: [_curve(run, "grad_norm") for run in o.runs.values()] for o in done}, styles)
     legend(figure, [_handle(outcome.variant, styles) for outcome in done])
-    return Picture(
-        "grad_norm", "Smoothed means over seeds with 95% intervals; the first tenth is off the scale.", figure
-    )
+    return Picture("grad_norm", "Smoothed means over seeds with 95% intervals. " + SCALE, figure)
 
 
 def _line(style: Mapping[str, Any]) -> dict[str, Any]:

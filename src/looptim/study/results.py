@@ -13,7 +13,7 @@ import numpy as np
 
 from ..report import Run, read_run
 from .grid import PROBLEMS, is_finished, task_of
-from .spec import Plan
+from .spec import Cell, Plan
 
 QUANTILES = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
@@ -22,7 +22,7 @@ QUANTILES = (
 """Of Student's t at 0.975, for 1 to 30 degrees of freedom; more have the last, which makes them a little wide."""
 
 SPIKE = 0.3
-"""Nats by which the loss of an update must exceed the mean of the ten before it to be called a spike."""
+"""Nats by which a logged loss must exceed the mean of the ten before it to be called a spike."""
 
 
 class Estimate(NamedTuple):
@@ -64,7 +64,7 @@ class Outcome:
 
 
 def outcomes(plan: Plan, runs: Path, failures: Mapping[str, str]) -> list[Outcome]:
-    """Every variant's finished runs. That all saw the same data is checked here."""
+    """Every variant's finished runs. That they are whole and all saw the same data is checked here."""
     found = {name: Outcome(name, {}, {}, {}, {}) for name in plan.study.variants}
     seen: dict[str, str] = {}
     for cell in plan.cells:
@@ -73,15 +73,23 @@ def outcomes(plan: Plan, runs: Path, failures: Mapping[str, str]) -> list[Outcom
             outcome.failures[cell.seed] = failures[cell.name]
         if not is_finished(cell, runs):
             continue
-        run = read_run(runs / cell.name, f"{cell.variant}, seed {cell.seed}")
-        data = {key: value for key, value in json.loads(run.files["env.json"])["data"].items() if key != "source"}
+        try:
+            run = _read(cell, runs)
+            data = {key: value for key, value in json.loads(run.files["env.json"])["data"].items() if key != "source"}
+            share = _exact_match(cell, runs)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"the run {runs / cell.name} is damaged ({error}); delete it, and the same command trains it again"
+            ) from None
         seen[json.dumps(data, sort_keys=True)] = cell.name
+        loss = float(run.column("valid_loss")[1][-1])
+        if not math.isfinite(loss):
+            outcome.failures[cell.seed] = "its last validation loss is not finite"
+            continue
         outcome.runs[cell.seed] = run
-        outcome.loss[cell.seed] = float(run.column("valid_loss")[1][-1])
-        task = task_of(cell.config)
-        if task is not None:
-            record = json.loads((runs / cell.name / "eval" / f"{task}.limit{PROBLEMS}.json").read_text())
-            outcome.exact_match[cell.seed] = record["results"]["exact_match,none"]
+        outcome.loss[cell.seed] = loss
+        if share is not None:
+            outcome.exact_match[cell.seed] = share
     if len(seen) > 1:
         raise ValueError(
             f"the runs {' and '.join(list(seen.values())[:2])} in {runs} saw different data, so they cannot be "
@@ -90,13 +98,33 @@ def outcomes(plan: Plan, runs: Path, failures: Mapping[str, str]) -> list[Outcom
     return list(found.values())
 
 
+def _read(cell: Cell, runs: Path) -> Run:
+    """A finished run with all of its metrics, which, unlike its checkpoint, a power cut may have shortened."""
+    run, settings = read_run(runs / cell.name, f"{cell.variant}, seed {cell.seed}"), cell.config.train
+    logged = [line["step"] for line in run.lines if "loss" in line]
+    validated = [line["step"] for line in run.lines if "valid_loss" in line]
+    if logged != [*range(settings.log_every, settings.steps, settings.log_every), settings.steps]:
+        raise ValueError("its metrics lack updates")
+    if validated[-1:] != [settings.steps]:
+        raise ValueError("its metrics lack the last validation")
+    return run
+
+
+def _exact_match(cell: Cell, runs: Path) -> float | None:
+    task = task_of(cell.config)
+    if task is None:
+        return None
+    record = json.loads((runs / cell.name / "eval" / f"{task}.limit{PROBLEMS}.json").read_text())
+    return record["results"]["exact_match,none"]
+
+
 def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate | None:
     """The difference over the seeds both have: same initial weights in the shared parts, same batches."""
-    return estimate([ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())])
+    return estimate([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
 
 
 def spikes(run: Run) -> int:
-    """Updates whose loss stands out of the ten before them."""
+    """Losses that stand out of the ten logged before them."""
     loss = run.column("loss")[1]
     if len(loss) <= 10:
         return 0
@@ -132,25 +160,26 @@ def as_json(plan: Plan, found: Sequence[Outcome]) -> dict[str, Any]:
     reference = by_name[plan.study.reference]
     rows = {}
     for outcome in found:
-        count = plan.counts[outcome.variant]
-        against = plan.study.variants[outcome.variant].against
+        count, variant = plan.counts[outcome.variant], plan.study.variants[outcome.variant]
+        twin = by_name[variant.against] if variant.against else None
         rows[outcome.variant] = {
-            "preset": plan.study.variants[outcome.variant].preset,
-            "options": plan.study.variants[outcome.variant].options,
+            "preset": variant.preset,
+            "options": variant.options,
             "layout": plan.config(outcome.variant).model.layout,
             "parameters": sum(count.parameters.values()),
             "active": sum(count.active.values()),
             "flops": plan.flops(outcome.variant),
             "loss": _dict(estimate(list(outcome.loss.values()))),
             "loss_difference": _dict(paired(outcome.loss, reference.loss)),
-            "loss_against": _dict(paired(outcome.loss, by_name[against].loss)) if against else None,
+            "loss_against": _dict(paired(outcome.loss, twin.loss)) if twin else None,
             "exact_match": _dict(estimate(list(outcome.exact_match.values()))),
             "exact_match_difference": _dict(paired(outcome.exact_match, reference.exact_match)),
+            "exact_match_against": _dict(paired(outcome.exact_match, twin.exact_match)) if twin else None,
             "stability": {name: _dict(value) for name, value in stability(outcome).items()},
-            "seeds": sorted(outcome.runs),
+            "seeds": list(outcome.runs),
             "failures": outcome.failures,
         }
-    return {"study": plan.name, "title": plan.study.title, "tokens": plan.study.tokens, "variants": rows}
+    return {"study": plan.name, "title": plan.study.title, "tokens": plan.tokens, "variants": rows}
 
 
 def _dict(value: Estimate | None) -> dict[str, Any] | None:

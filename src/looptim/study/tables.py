@@ -18,15 +18,18 @@ def tables(plan: Plan, found: Sequence[Outcome]) -> list[Table]:
 def _results(plan: Plan, found: Sequence[Outcome]) -> Table:
     study = plan.study
     by_name = {outcome.variant: outcome for outcome in found}
-    reference = by_name[study.reference]
     twins = any(variant.against for variant in study.variants.values())
     task = task_of(plan.config(study.reference))
-    header = ["variant", "layout", "parameters", "FLOPs", "seeds", "validation loss", f"minus {study.reference}"]
-    header += ["minus its twin"] if twins else []
-    header += [f"exact match, {task} (%)", f"exact match minus {study.reference}"] if task else []
+    header = ["variant", "layout", "parameters", f"FLOPs / {study.reference}", "seeds", "validation loss"]
+    header += [f"minus {study.reference}", *(["minus its twin"] if twins else [])]
+    if task:
+        header += [f"exact match, {task} (%)", f"exact match minus {study.reference}"]
+        header += ["exact match minus its twin"] if twins else []
     rows: list[list[str | Cell]] = []
     for outcome in found:
-        count = plan.counts[outcome.variant]
+        count, against = plan.counts[outcome.variant], study.variants[outcome.variant].against
+        others = [None if outcome.variant == study.reference else by_name[study.reference]]
+        others += [by_name[against] if against else None] if twins else []
         row: list[str | Cell] = [
             outcome.variant,
             plan.config(outcome.variant).model.layout,
@@ -34,18 +37,18 @@ def _results(plan: Plan, found: Sequence[Outcome]) -> Table:
             f"{plan.flops(outcome.variant):.3f}×",
             f"{len(outcome.runs)} of {len(study.seeds)}",
             _cell(estimate(list(outcome.loss.values())), "{:.4f}"),
-            _difference(outcome, paired(outcome.loss, reference.loss), study.reference, "{:+.4f}"),
+            *(_cell(other and paired(outcome.loss, other.loss), "{:+.4f}") for other in others),
         ]
-        if twins:
-            against = study.variants[outcome.variant].against
-            row.append(_cell(paired(outcome.loss, by_name[against].loss) if against else None, "{:+.4f}"))
         if task:
-            shares = estimate([100 * share for share in outcome.exact_match.values()])
-            points = [{seed: 100 * share for seed, share in o.exact_match.items()} for o in (outcome, reference)]
-            row.append(_cell(shares, "{:.1f}"))
-            row.append(_difference(outcome, paired(*points), study.reference, "{:+.1f}"))
+            points = _points(outcome)
+            row.append(_cell(estimate(list(points.values())), "{:.1f}"))
+            row += [_cell(other and paired(points, _points(other)), "{:+.1f}") for other in others]
         rows.append(row)
-    return Table(plan.name, study.title, header, _marked(rows, 5), _notes(plan, found))
+    return Table(plan.name, study.title, header, _marked(rows, header.index("validation loss")), _notes(plan, found))
+
+
+def _points(outcome: Outcome) -> dict[int, float]:
+    return {seed: 100 * share for seed, share in outcome.exact_match.items()}
 
 
 def _stability(plan: Plan, found: Sequence[Outcome]) -> Table:
@@ -58,7 +61,7 @@ def _stability(plan: Plan, found: Sequence[Outcome]) -> Table:
     notes = [
         "State growth is the RMS of the state after the last loop over that before the first, on validation text, "
         "before training and after it.",
-        f"A spike is a training loss {SPIKE} nats above the mean of the ten updates before it. The largest gradient "
+        f"A spike is a training loss {SPIKE} nats above the mean of the ten logged before it. The largest gradient "
         "norm is that after the first tenth of training, before clipping.",
     ]
     return Table(f"{plan.name}-stability", "Stability", header, rows, notes)
@@ -66,10 +69,6 @@ def _stability(plan: Plan, found: Sequence[Outcome]) -> Table:
 
 def _cell(value: Estimate | None, form: str) -> Cell:
     return Cell(None) if value is None else Cell(value.mean, value.half, form=form)
-
-
-def _difference(outcome: Outcome, value: Estimate | None, reference: str, form: str) -> Cell:
-    return Cell(None) if outcome.variant == reference else _cell(value, form)
 
 
 def _marked(rows: list[list[str | Cell]], column: int) -> list[list[str | Cell]]:
@@ -89,17 +88,21 @@ def _marked(rows: list[list[str | Cell]], column: int) -> list[list[str | Cell]]
 def _notes(plan: Plan, found: Sequence[Outcome]) -> list[str]:
     study, config = plan.study, plan.config(plan.study.reference)
     done = max(len(outcome.runs) for outcome in found)
-    tokens = config.train.steps * config.train.batch_size * config.train.seq_len
     notes = [
-        f"{tokens:,} training tokens a run, of {config.data.source}; losses in nats per token.",
-        "Differences are paired by seed: the same initial weights in all shared parts and the same batches.",
+        f"{plan.tokens:,} training tokens a run, of {config.data.source}; losses in nats per token.",
+        "The least loss is in bold and the second underlined, whatever their intervals.",
+        "Differences are paired by seed, over the seeds that both have: the same initial weights in all shared parts "
+        "and the same batches.",
     ]
+    twins = [f"{name}: {variant.against}" for name, variant in study.variants.items() if variant.against]
+    if twins:
+        notes.append(f"Twins: {'; '.join(twins)}.")
     if done > 1:
         notes.append("± is the half-width of a 95% interval over the seeds (Student's t).")
     else:
         notes.append("One seed only: there are no intervals, and differences may be noise.")
     if task_of(config):
-        notes.append(f"Exact match by greedy generation on {PROBLEMS} held-out problems.")
+        notes.append(f"Exact match by greedy generation on {PROBLEMS} held-out problems, the same for every run.")
     if not study.matched:
         notes.append("The variants were not required to match in FLOPs.")
     missing = sum(len(study.seeds) - len(outcome.runs) for outcome in found)
