@@ -327,7 +327,21 @@ def test_a_damaged_run_is_named_before_others_are_trained(done, file, name, harm
     changed(file, "seeds = [0, 1]", "seeds = [0, 1, 2]")
     with pytest.raises(ValueError, match=f"the run {folder} is damaged .*({message}).*; delete it, and the same"):
         lo.study(file, file.parent / "out", runs=runs, progress=False)
-    assert len(list(runs.iterdir())) == 4
+    assert len(list(runs.iterdir())) == len(list((done / "out" / "runs").iterdir()))
+
+
+def test_other_data_is_noticed_before_others_are_trained(done, file):
+    runs = shutil.copytree(done / "out" / "runs", file.parent / "runs")
+    folder = next(runs.glob("operloop*"))
+    record = json.loads((folder / "env.json").read_text())
+    record["data"]["vocab_size"] = 7
+    (folder / "env.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=f"the run vanilla.* and the run {folder.name} in .* see different data"):
+        lo.study(file, file.parent / "out", runs=runs, progress=False)
+    changed(file, "seeds = [0, 1]", "seeds = [0, 1, 2]")
+    with pytest.raises(ValueError, match=f"the runs that are missing and the run {folder.name} in .* see different"):
+        lo.study(file, file.parent / "out", runs=runs, progress=False)
+    assert len(list(runs.iterdir())) == len(list((done / "out" / "runs").iterdir()))
 
 
 def test_a_last_validation_that_is_no_number_is_a_failure_of_its_run(done, file):
@@ -380,6 +394,7 @@ def test_names_with_brackets_are_shown(file, monkeypatch, capsys):
         ("tokens = 1536", "tokens = 0", "tokens"),
         ("tokens = 1536", "token = 1536", "unknown key 'token', did you mean 'tokens'"),
         ('base = "recipe.toml"', 'base = "nothing.toml"', "there is no recipe"),
+        ("matched = false", 'matched = false\nset = ["data.source=/nothing"]', "'/nothing' matches no file"),
         ('title = "Two loops"', 'title = "Two loops', "is not valid TOML"),
     ],
 )

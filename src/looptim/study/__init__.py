@@ -14,7 +14,7 @@ from ..report.page import document, embedded, write_report
 from ..rundir import claimed, write_whole
 from .figures import FIGURES, draw
 from .grid import run_grid
-from .results import Outcome, as_json, outcomes
+from .results import Outcome, as_json, check_runs, outcomes
 from .spec import Plan, Study, Variant, load_plan
 from .tables import tables
 
@@ -40,12 +40,11 @@ def study(
         raise ValueError(f"jobs must be at least 1, got {jobs}")
     plan = load_plan(path, scale=scale, set=set)
     out = Path(out)
+    folder = out / "runs" if runs is None else Path(runs)
     _check_folder(out, plan)
+    check_runs(plan, folder, progress=progress)
     with claimed(out, first=True):
         write_whole(out / "study.json", json.dumps(plan.identity(), indent=2))
-        folder = out / "runs" if runs is None else Path(runs)
-        # Runs that are damaged, or saw other data, are found before hours go into those that are missing.
-        outcomes(plan, folder, {})
         failures = run_grid(plan, folder, jobs=jobs, progress=progress)
         return write(plan, outcomes(plan, folder, failures), out)
 

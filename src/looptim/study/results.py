@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
+from ..data import open_data
 from ..report import Run, read_run
 from .grid import PROBLEMS, is_finished, task_of
 from .spec import Cell, Plan
@@ -63,10 +64,23 @@ class Outcome:
     """Shares, on the task the runs learn; empty on text."""
 
 
-def outcomes(plan: Plan, runs: Path, failures: Mapping[str, str]) -> list[Outcome]:
-    """Every variant's finished runs. That they are whole and all saw the same data is checked here."""
+def check_runs(plan: Plan, runs: Path, *, progress: bool) -> None:
+    """Open the data, if a run is missing, and look at the runs that are there, before hours go into others."""
+    if all(is_finished(cell, runs) for cell in plan.cells):
+        return
+    config = plan.cells[0].config
+    data = open_data(
+        config.data, vocab_size=config.model.vocab_size, seq_len=config.train.seq_len, progress=progress
+    ).fingerprint
+    outcomes(plan, runs, {}, seen={_text(data): "the runs that are missing"})
+
+
+def outcomes(
+    plan: Plan, runs: Path, failures: Mapping[str, str], *, seen: Mapping[str, str] | None = None
+) -> list[Outcome]:
+    """Every variant's finished runs. That they are whole and all saw the same data, and that in `seen`, is checked."""
     found = {name: Outcome(name, {}, {}, {}, {}) for name in plan.study.variants}
-    seen: dict[str, str] = {}
+    seen = dict(seen or {})
     for cell in plan.cells:
         outcome = found[cell.variant]
         if cell.name in failures:
@@ -75,13 +89,13 @@ def outcomes(plan: Plan, runs: Path, failures: Mapping[str, str]) -> list[Outcom
             continue
         try:
             run = _read(cell, runs)
-            data = {key: value for key, value in json.loads(run.files["env.json"])["data"].items() if key != "source"}
+            data = _text(json.loads(run.files["env.json"])["data"])
             share = _exact_match(cell, runs)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"the run {runs / cell.name} is damaged ({error}); delete it, and the same command trains it again"
             ) from None
-        seen[json.dumps(data, sort_keys=True)] = cell.name
+        seen.setdefault(data, f"the run {cell.name}")
         loss = float(run.column("valid_loss")[1][-1])
         if not math.isfinite(loss):
             outcome.failures[cell.seed] = "its last validation loss is not finite"
@@ -92,10 +106,15 @@ def outcomes(plan: Plan, runs: Path, failures: Mapping[str, str]) -> list[Outcom
             outcome.exact_match[cell.seed] = share
     if len(seen) > 1:
         raise ValueError(
-            f"the runs {' and '.join(list(seen.values())[:2])} in {runs} saw different data, so they cannot be "
-            "compared; delete those of the older data, or give another --runs"
+            f"{' and '.join(list(seen.values())[:2])} in {runs} see different data, so they cannot be compared; "
+            "delete those of the older data, or give another --runs"
         )
     return list(found.values())
+
+
+def _text(data: Mapping[str, Any]) -> str:
+    """What text it is; where it lies is not a part of that."""
+    return json.dumps({key: value for key, value in data.items() if key != "source"}, sort_keys=True)
 
 
 def _read(cell: Cell, runs: Path) -> Run:
