@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import looptim as lo
 from looptim.data import open_data
 from looptim.model import LoopedLM
 from looptim.report import Run
+from looptim.rundir import claimed
 from looptim.study import load_plan
 from looptim.study.figures import draw
 from looptim.study.grid import Meter
@@ -194,6 +196,20 @@ def test_ctrl_c_and_sigterm_leave_a_checkpoint_and_say_how_to_go_on(file, number
     steps = sorted(int(path.name[5:]) for path in file.parent.glob("out/runs/*/checkpoints/step_*"))
     assert len(steps) == 2 and steps[0] < last
     assert (steps[1] == last) == (jobs == 1)
+    # What is there can be seen before the study goes on.
+    assert f"{4 - (jobs == 1)} of 4 runs are not finished" in (file.parent / "out" / "results.md").read_text()
+
+
+def test_a_run_that_another_study_is_at_is_waited_for(done, file):
+    runs = shutil.copytree(done / "out" / "runs", file.parent / "runs")
+    shutil.rmtree(runs / load_plan(file).cells[0].name)
+    with ThreadPoolExecutor() as pool:
+        with claimed(runs / load_plan(file).cells[0].name, first=True):
+            page = pool.submit(lo.study, file, file.parent / "out", runs=runs, progress=False)
+            time.sleep(12)
+            assert not page.done()
+        page.result()
+    assert results(file.parent / "out") == results(done / "out")
 
 
 def test_a_killed_study_continues_and_ends_with_the_same_table(done, file):

@@ -308,7 +308,7 @@ def test_a_run_can_be_used_without_its_data(tmp_path):
 def test_two_processes_cannot_train_into_one_folder(tmp_path):
     from looptim.rundir import claimed
 
-    with claimed(tmp_path / "run", first=True), pytest.raises(ValueError, match="another process is training into"):
+    with claimed(tmp_path / "run", first=True), pytest.raises(ValueError, match="another process is at work in"):
         lo.train(config(), tmp_path / "run", progress=False)
 
 

@@ -288,11 +288,7 @@ def study(
 ) -> None:
     """Compare transitions over seeds; finished runs are skipped, and the same command continues what was cut."""
     import looptim
-    from looptim.study import load_plan
 
-    plan = load_plan(file, scale=scale, set=set or ())
-    rows = [[name, plan.counts[name].name, f"{plan.flops(name):.3f}×"] for name in plan.study.variants]
-    _print_table(["variant", "model", f"training FLOPs / {plan.study.reference}"], rows)
     try:
         page = looptim.study(file, out, scale=scale, set=set or (), runs=runs, jobs=jobs)
     except KeyboardInterrupt:

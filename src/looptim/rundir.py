@@ -13,6 +13,10 @@ from .config import Config, load_config
 from .data import Tokenizer
 
 
+class HeldError(ValueError):
+    """Another process is at work in the folder."""
+
+
 def check(folder: Path, config: Config, *, resume: bool, force: bool) -> None:
     """Whether a run directory can be this config's; nothing is written."""
     written = folder / "config.toml"
@@ -50,7 +54,7 @@ def claimed(folder: Path, *, first: bool) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / ".lock").open("w") as lock:
             if not _lock(lock):
-                raise ValueError(f"another process is training into {folder}; stop it, or choose another --out")
+                raise HeldError(f"another process is at work in {folder}; stop it, or choose another --out")
             yield
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise ValueError(f"cannot write to {folder}: {error.strerror}; choose another --out") from None

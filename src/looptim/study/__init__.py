@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -42,11 +43,30 @@ def study(
     out = Path(out)
     folder = out / "runs" if runs is None else Path(runs)
     _check_folder(out, plan)
+    if progress:
+        _introduce(plan)
     check_runs(plan, folder, progress=progress)
     with claimed(out, first=True):
         write_whole(out / "study.json", json.dumps(plan.identity(), indent=2))
-        failures = run_grid(plan, folder, jobs=jobs, progress=progress)
+        failures: dict[str, str] = {}
+        try:
+            run_grid(plan, folder, failures, jobs=jobs, progress=progress)
+        except KeyboardInterrupt:
+            # What is there is worth seeing; the tables say what is missing.
+            write(plan, outcomes(plan, folder, failures), out)
+            raise
         return write(plan, outcomes(plan, folder, failures), out)
+
+
+def _introduce(plan: Plan) -> None:
+    """Say what is compared, and how far the variants match."""
+    for name in plan.study.variants:
+        count = plan.counts[name]
+        print(
+            f"{name}: {count.name}, {sum(count.parameters.values()):,} parameters, "
+            f"{plan.flops(name):.3f} of the training FLOPs of {plan.study.reference}",
+            file=sys.stderr,
+        )
 
 
 def _check_folder(out: Path, plan: Plan) -> None:

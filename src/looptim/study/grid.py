@@ -64,14 +64,13 @@ def _sigterm_as_ctrl_c() -> Iterator[None]:
 
 
 @_sigterm_as_ctrl_c()
-def run_grid(plan: Plan, runs: Path, *, jobs: int, progress: bool) -> dict[str, str]:
-    """Train every run that is not finished, `jobs` at a time; why those failed that diverged, by the run's name."""
+def run_grid(plan: Plan, runs: Path, failures: dict[str, str], *, jobs: int, progress: bool) -> None:
+    """Train every run that is not finished, `jobs` at a time; `failures` gets why those failed that diverged."""
     waiting = list({cell.name: cell for cell in plan.cells if not is_finished(cell, runs)}.values())
     for cell in waiting:
         rundir.check(runs / cell.name, cell.config, resume=True, force=False)
-    failures: dict[str, str] = {}
     if not waiting:
-        return failures
+        return
     threads = max(1, torch.get_num_threads() // jobs)
     spawn = multiprocessing.get_context("spawn")
     stop = spawn.Event()
@@ -91,7 +90,6 @@ def run_grid(plan: Plan, runs: Path, *, jobs: int, progress: bool) -> dict[str, 
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-    return failures
 
 
 def _follow(futures: Mapping[Future[str | None], Cell], meter: Meter, failures: dict[str, str]) -> None:
@@ -140,7 +138,7 @@ def _run(config: dict[str, Any], folder: str) -> str | None:
         if _stop.is_set():
             raise KeyboardInterrupt
         resolved = Config(**config)
-        train(resolved, folder, resume=True, progress=False)
+        _train(resolved, folder)
         task = task_of(resolved)
         if task is not None:
             evaluate(folder, tasks=[task], limit=PROBLEMS, batch_size=100, quiet=True)
@@ -154,6 +152,16 @@ def _run(config: dict[str, Any], folder: str) -> str | None:
         raise
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _train(config: Config, folder: str) -> None:
+    while True:
+        try:
+            train(config, folder, resume=True, progress=False)
+            return
+        except rundir.HeldError:
+            # Another study that shares the run is at it, or has just been stopped; what it did counts for us too.
+            time.sleep(2)
 
 
 @final
