@@ -264,14 +264,15 @@ def report(
     ] = None,
 ) -> None:
     """Draw what runs did; print and write the paper's tables (Markdown, LaTeX, CSV) of those that were evaluated."""
-    from looptim.evaluate import write_tables
+    from looptim.evaluate import tables_of, write_tables
+    from looptim.evaluate.formats import html_text, markdown
     from looptim.report import report as draw
 
-    page = draw(runs, out)
-    text, files = write_tables(runs, page.parent)
-    if text:
-        print(text)
-    for path in (page, *files):
+    made = tables_of(runs)
+    page = draw(runs, out, tables=html_text(made))
+    if made:
+        print(markdown(made))
+    for path in (page, *write_tables(made, page.parent)):
         print(path)
 
 

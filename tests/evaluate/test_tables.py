@@ -9,9 +9,18 @@ from pathlib import Path
 import pytest
 
 from looptim.evaluate.averages import averages
-from looptim.evaluate.formats import Cell, latex
+from looptim.evaluate.formats import Cell, Table, html_text, latex, markdown
 from looptim.evaluate.suites import ROWS
-from looptim.evaluate.tables import Column, main_table, mark, read_columns, split_scales, tables, write_tables
+from looptim.evaluate.tables import (
+    Column,
+    main_table,
+    mark,
+    read_columns,
+    split_scales,
+    tables,
+    tables_of,
+    write_tables,
+)
 
 PAPER = json.loads((Path(__file__).parent / "paper_tables.json").read_text())
 BASE = {"layout": "18", "preset": "none", "options": {}, "loops": None, "parameters": 1000, "flops_per_token": 1e6}
@@ -115,7 +124,8 @@ def test_runs_become_columns_and_files(tmp_path):
     write(run, "arc_easy", {"acc_norm,none": 0.25}, preset="operloop", limit=20)
     write(run, "addition", {"exact_match,none": 0.5, "exact_match_stderr,none": 0.1}, preset="operloop")
     write(run, "piqa", {"acc_norm,none": 0.8}, preset="operloop", loops=6)
-    text, files = write_tables([base, run], tmp_path / "report")
+    made = tables_of([base, run])
+    text, files = markdown(made), write_tables(made, tmp_path / "report")
     assert [file.name for file in files] == ["tables.md", "tables.tex", "tables.csv"]
     assert "| Category | Dataset | base_1 | run_1 | run_1, 6 loops |" in text
     assert "| Com.Sen. LL ↑ | PIQA<sub>n</sub> | 70.00 ± 1.00 | <u>75.62</u> ± 1.00 | **80.00** |" in text
@@ -165,7 +175,7 @@ def test_other_tasks_alone_make_one_table_and_a_lower_perplexity_is_better(tmp_p
         write(
             tmp_path / name, "c4", {"word_perplexity,none": value, "acc,none": value / 100}, preset="vanilla", limit=3
         )
-    text, _ = write_tables([tmp_path / "a", tmp_path / "b"], tmp_path / "report")
+    text = markdown(tables_of([tmp_path / "a", tmp_path / "b"]))
     assert "Main results" not in text
     assert "| c4 word_perplexity | **10.00** | <u>20.00</u> |" in text
     assert "| c4 acc | <u>10.00</u> | **20.00** |" in text
@@ -178,8 +188,17 @@ def test_latex_has_rules_between_categories_only():
     assert latex([ablations]).count("\\midrule") == 1
 
 
+def test_html_escapes_and_marks():
+    table = Table("t", "A < B", ["Task", "run"], [["PIQA_n", Cell(1.5, 0.25, "bold")], ["x", Cell(None)]], ["a & b"])
+    text = html_text([table])
+    assert "<h2>A &lt; B</h2>" in text
+    assert "<th>PIQA<sub>n</sub></th><td><b>1.50</b> ± 0.25</td>" in text
+    assert "<td>–</td>" in text
+    assert "a &amp; b" in text
+
+
 def test_no_results_are_no_tables_and_a_broken_one_is_one_sentence(tmp_path):
-    assert write_tables([tmp_path], tmp_path / "report") == ("", [])
+    assert write_tables(tables_of([tmp_path]), tmp_path / "report") == []
     assert not (tmp_path / "report").exists()
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval" / "x.json").write_text("{")

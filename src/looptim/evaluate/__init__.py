@@ -4,7 +4,7 @@ from .averages import averages
 from .run import evaluate
 from .sandbox import Limits, run_program
 from .suites import ROWS, SUITES, Row
-from .tables import Column, read_columns, tables, write_tables
+from .tables import Column, read_columns, tables, tables_of, write_tables
 
 __all__ = [
     "ROWS",
@@ -17,5 +17,6 @@ __all__ = [
     "read_columns",
     "run_program",
     "tables",
+    "tables_of",
     "write_tables",
 ]

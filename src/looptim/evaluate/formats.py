@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -183,6 +184,37 @@ def csv_text(tables: Sequence[Table]) -> str:
                     label = " / ".join(label for label in labels if label)
                     writer.writerow([table.name, label, name, repr(cell.value), error, cell.mark or ""])
     return out.getvalue()
+
+
+def html_text(tables: Sequence[Table]) -> str:
+    """For a page, each under its title; the notes below it."""
+    parts = []
+    for table in tables:
+        head = "".join(f"<th>{_html_label(name)}</th>" for name in table.header)
+        rows = "".join(f"<tr><th>{_html_cell(first)}</th>{_html_row(rest)}</tr>" for first, *rest in table.rows)
+        parts.append(f"<h2>{html.escape(table.title)}</h2>")
+        parts.append(f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div>')
+        parts += [f'<p class="note">{html.escape(note)}</p>' for note in table.notes]
+    return "".join(parts)
+
+
+def _html_row(cells: Sequence[str | Cell]) -> str:
+    return "".join(f"<td>{_html_cell(cell)}</td>" for cell in cells)
+
+
+def _html_cell(cell: str | Cell) -> str:
+    if isinstance(cell, str):
+        return _html_label(cell)
+    if cell.value is None:
+        return ABSENT
+    text = html.escape(cell.form.format(cell.value))
+    text = {"bold": f"<b>{text}</b>", "underline": f"<u>{text}</u>", None: text}[cell.mark]
+    return text if cell.error is None else f"{text} ± {html.escape(cell.error_text())}"
+
+
+def _html_label(text: str) -> str:
+    base, sub, sup = _split(text)
+    return html.escape(base) + (f"<sub>{sub}</sub>" if sub else "") + (f"<sup>{sup}</sup>" if sup else "")
 
 
 FORMATS: Mapping[str, Callable[[Sequence[Table]], str]] = {"md": markdown, "tex": latex, "csv": csv_text}

@@ -285,16 +285,14 @@ def other(columns: Sequence[Column]) -> Table | None:
     return Table("other", "Other tasks", ["Task", *(column.name for column in columns)], rows, [])
 
 
-def write_tables(runs: Sequence[str | Path], out: str | Path) -> tuple[str, list[Path]]:
-    """Write the tables of the runs as tables.md, tables.tex and tables.csv into `out`; return the Markdown and files.
-
-    Runs without an evaluation are left out; where none has one, there is nothing to write.
-    """
+def tables_of(runs: Sequence[str | Path]) -> list[Table]:
+    """The tables of the runs that were evaluated; none where none was."""
     folders = [Path(run) for run in runs]
     names = [folder.resolve().name for folder in folders]
     names = names if len(set(names)) == len(names) else [str(folder) for folder in folders]
-    made = tables([c for folder, name in zip(folders, names, strict=True) for c in read_columns(folder, name)])
-    if not made:
-        return "", []
-    texts = {f"tables.{suffix}": form(made) for suffix, form in FORMATS.items()}
-    return texts["tables.md"], write_files(Path(out), texts)
+    return tables([c for folder, name in zip(folders, names, strict=True) for c in read_columns(folder, name)])
+
+
+def write_tables(made: Sequence[Table], out: str | Path) -> list[Path]:
+    """Write tables as tables.md, tables.tex and tables.csv into `out`, if there are any."""
+    return write_files(Path(out), {f"tables.{suffix}": form(made) for suffix, form in FORMATS.items()}) if made else []

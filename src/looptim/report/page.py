@@ -91,14 +91,14 @@ pre { overflow-x: auto; font-size: .82rem; } summary { cursor: pointer; padding:
 """
 
 
-def _page(runs: Sequence[Run], pictures: Sequence[Picture], files: Mapping[str, bytes]) -> str:
+def _page(runs: Sequence[Run], pictures: Sequence[Picture], files: Mapping[str, bytes], tables: str) -> str:
     title = html.escape(", ".join(run.name for run in runs) if len(runs) <= 4 else f"{len(runs)} runs")
     parts = [f"<h1>{title}</h1>", _table(runs, {head: [cell(run) for run in runs] for head, cell in SUMMARY.items()})]
     parts.append(f'<p class="note">{NOTE}</p>')
     if len(runs) > 1:
         rows = _differences(runs)
         parts += ["<h2>What differs in the configs</h2>", _table(runs, rows) if rows else "<p>Nothing.</p>"]
-    parts += ["<h2>Over training</h2>", embedded(pictures, files), "<h2>Files</h2>"]
+    parts += [tables, "<h2>Over training</h2>", embedded(pictures, files), "<h2>Files</h2>"]
     for run in runs:
         for name, text in run.files.items():
             head = html.escape(f"{run.name}/{name}")
@@ -128,10 +128,11 @@ def document(title: str, parts: Sequence[str]) -> str:
     )
 
 
-def report(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Path:
+def report(run_dirs: Sequence[str | Path], out: str | Path | None = None, *, tables: str = "") -> Path:
     """Write figures and a self-contained index.html of the runs into `out`, and return the page's path.
 
-    One run's report goes into RUN/report by default. Files are replaced whole, after all of them could be written.
+    One run's report goes into RUN/report by default. `tables` is HTML for the page, such as evaluations' results. Files
+    are replaced whole, after all of them could be written.
     """
     folders = [Path(run_dirs)] if isinstance(run_dirs, str | Path) else [Path(folder) for folder in run_dirs]
     if not folders:
@@ -141,7 +142,7 @@ def report(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Pat
     runs = read_runs(folders)
     out = folders[0] / "report" if out is None else Path(out)
     pictures, files = render(lambda: draw(runs))
-    files["index.html"] = _page(runs, pictures, files).encode()
+    files["index.html"] = _page(runs, pictures, files, tables).encode()
     write_report(out, files, figures=FIGURES)
     return out / "index.html"
 

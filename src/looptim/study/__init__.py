@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 import sys
@@ -9,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from ..evaluate.formats import FORMATS, Cell, Table
+from ..evaluate.formats import FORMATS, Table, html_text
 from ..report.figures import Picture, render
 from ..report.page import document, embedded, write_report
 from ..rundir import claimed, write_whole
@@ -106,10 +107,7 @@ def _page(
     plan: Plan, found: Sequence[Outcome], made: Sequence[Table], pictures: Sequence[Picture], files: dict[str, bytes]
 ) -> str:
     title = html.escape(plan.study.title)
-    parts = [f"<h1>{title}</h1>"]
-    for index, table in enumerate(made):
-        parts += [f"<h2>{html.escape(table.title)}</h2>" if index else "", _html_table(table)]
-        parts += map(_paragraph, table.notes)
+    parts = [f"<h1>{title}</h1>", html_text([dataclasses.replace(made[0], title="Results"), *made[1:]])]
     parts += ["<h2>Figures</h2>", embedded(pictures, files), "<h2>Configs</h2>"]
     for name in plan.study.variants:
         text = html.escape(plan.config(name).to_toml())
@@ -128,19 +126,3 @@ def _origins(found: Sequence[Outcome]) -> Iterator[str]:
 
 def _paragraph(text: str) -> str:
     return f'<p class="note">{html.escape(text)}</p>'
-
-
-def _html_table(table: Table) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in table.header)
-    rows = [f"<tr><th>{html.escape(str(row[0]))}</th>{''.join(map(_html_cell, row[1:]))}</tr>" for row in table.rows]
-    return f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
-
-
-def _html_cell(cell: str | Cell) -> str:
-    if isinstance(cell, str):
-        return f"<td>{html.escape(cell)}</td>"
-    if cell.value is None:
-        return "<td>–</td>"
-    text = cell.form.format(cell.value)
-    text = {"bold": f"<b>{text}</b>", "underline": f"<u>{text}</u>", None: text}[cell.mark]
-    return f"<td>{text}{'' if cell.error is None else f' ± {cell.error_text()}'}</td>"
