@@ -165,7 +165,10 @@ def test_finished_runs_are_skipped_also_those_of_another_study(done, file, capfd
 
 def stopped(file, number, jobs=1):
     """A study on the command line that got a signal in the middle of its second run, or of its first two at once."""
-    program = "from looptim.cli import main; main()"
+    # What runs the tests may ignore Ctrl-C, as a shell's background does, and its children would too.
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from looptim.cli import main; main()"
+    )
     command = [sys.executable, "-c", program, "study", str(file), "--out", str(file.parent / "out")]
     command += ["--jobs", str(jobs)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)

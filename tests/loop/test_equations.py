@@ -297,7 +297,7 @@ def test_hyperloop_grows_at_initialisation_as_computed(name, growth):
 
 def test_operloop_copy_path_adds_no_growth():
     """With Blocks(o) = o + D(o), the delta write is exactly eta H^T (D(o) + e_l): for D = 0 the state only decays."""
-    loop = lo.build("operloop", width=64, steps=3, scale=0.0)
+    loop = lo.build("operloop", width=64, steps=3, scale=0.0, step_init=0.9, decay_init=0.05)
     e = torch.randn(1, 4, 64)
     expected = math.prod(1 - 0.9**step * 0.05 for step in (1, 2, 3))
     torch.testing.assert_close(loop(e, lambda o: o), expected * e)
