@@ -144,18 +144,34 @@ def _loops(plan: Plan, done: Sequence[Outcome]) -> Picture | None:
     panels = ["validation loss (nats per token)"] + (["exact match (share of problems)"] if measured else [])
     figure, grid = axes_of("More loops", "mean over seeds", panels, sharey=False, xlabel="loops R")
     styles = styles_of([_first(points[0][1]) for points in lines.values()])
-    for points, style in zip(lines.values(), styles, strict=True):
+    for index, (points, style) in enumerate(zip(lines.values(), styles, strict=True)):
         points.sort(key=lambda point: point[0])
-        _errorbars(grid[0], [(loops, estimate(list(o.loss.values()))) for loops, o in points], style)
+        # Side by side, since the intervals of one depth often overlap.
+        aside = 0.06 * (index - (len(lines) - 1) / 2)
+        losses = [(loops + aside, estimate(list(o.loss.values()))) for loops, o in points]
+        _errorbars(grid[0], losses, style, seeds=True)
         if measured:
-            _errorbars(grid[1], [(loops, estimate(list(o.exact_match.values()))) for loops, o in points], style)
+            matches = [(loops + aside, estimate(list(o.exact_match.values()))) for loops, o in points]
+            _errorbars(grid[1], matches, style, seeds=True)
+    grid[0].set_ylim(bottom=max(0.0, grid[0].get_ylim()[0]))
+    grid[0].xaxis.set_major_locator(MaxNLocator(integer=True))
+    if measured:
+        grid[1].set_ylim(-0.04, 1.04)
     legend(figure, [Line2D([], [], label=name, **style) for name, style in zip(lines, styles, strict=True)])
-    caption = "Means over seeds with 95% intervals; every point is a model trained with that depth."
+    caption = (
+        "Means over seeds with 95% intervals, small dots single seeds; every point is a model trained with that depth. "
+        "Intervals are cut where no loss and no share can be."
+    )
     return Picture("loops", caption, figure)
 
 
-def _errorbars(axes: Axes, points: Sequence[tuple[int, Estimate | None]], style: Mapping[str, Any]) -> None:
+def _errorbars(
+    axes: Axes, points: Sequence[tuple[float, Estimate | None]], style: Mapping[str, Any], *, seeds: bool = False
+) -> None:
     known = [(loops, value) for loops, value in points if value is not None]
+    if seeds:
+        single = [(loops + 0.025, value) for loops, estimated in known for value in estimated.values]
+        axes.scatter(*zip(*single, strict=True), s=12, color=style["color"], alpha=0.45, linewidths=0)
     axes.errorbar(
         [loops for loops, _ in known],
         [value.mean for _, value in known],
