@@ -85,7 +85,9 @@ def styles_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     Shades of a colour tell three apart; where there are more of one transition, they have colours of their own.
     """
     presets = [run.preset for run in runs]
-    others = [colour for colour in dict.fromkeys(COLOURS.values()) if colour not in map(colour_of, presets)]
+    # Last those of the two that others are compared with, which a reader of several figures knows.
+    spare = sorted(dict.fromkeys(COLOURS.values()), key=lambda c: c in (COLOURS["none"], COLOURS["vanilla"]))
+    others = [colour for colour in spare if colour not in map(colour_of, presets)]
     styles, seen = [], dict.fromkeys(presets, 0)
     for run in runs:
         again, style = seen[run.preset], style_of(run.preset)
