@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from ..evaluate.formats import Cell, Table
 from .grid import PROBLEMS, task_of
@@ -88,8 +89,10 @@ def _marked(rows: list[list[str | Cell]], column: int) -> list[list[str | Cell]]
 def _notes(plan: Plan, found: Sequence[Outcome]) -> list[str]:
     study, config = plan.study, plan.config(plan.study.reference)
     done = max(len(outcome.runs) for outcome in found)
+    # Of a file its name: a table is shown to others, whose folders are not ours.
+    text = config.data.source if ":" in config.data.source else Path(config.data.source).name
     notes = [
-        f"{plan.tokens:,} training tokens a run, of {config.data.source}; losses in nats per token.",
+        f"{plan.tokens:,} training tokens a run, of {text}; losses in nats per token.",
         "The least loss is in bold and the second underlined, whatever their intervals.",
         "Differences are paired by seed, over the seeds that both have: the same initial weights in all shared parts "
         "and the same batches.",
