@@ -436,6 +436,13 @@ def test_folders_and_scales_that_do_not_fit(done, file):
         lo.study(file, done / "out")
 
 
+def test_what_a_scale_does_not_say_is_the_studys(file):
+    changed(file, 'against = "vanilla"', 'against = "vanilla"\n\n[scales.long]\ntokens = 3072')
+    whole, long = load_plan(file), load_plan(file, scale="long")
+    assert long.tokens == 2 * whole.tokens
+    assert long.study.seeds == whole.study.seeds and long.study.base == whole.study.base
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "{}"])
 def test_a_damaged_record_of_a_study_is_one_sentence(file, text):
     (file.parent / "out").mkdir()
@@ -448,7 +455,7 @@ def test_the_shipped_studies_are_matched_or_say_why():
     files = sorted((ROOT / "studies").glob("*.toml"))
     assert {file.stem for file in files} >= {"main", "alignment", "loops", "ablation", "roadmap"}
     for file in files:
-        for scale in (None, "smoke"):
+        for scale in (None, *load_plan(file).study.scales):
             plan = load_plan(file, scale=scale, set=["data.source=synthetic:addition"])
             assert plan.flops(plan.study.reference) == 1
             assert len(plan.cells) == len(plan.study.seeds) * len(plan.study.variants)

@@ -38,6 +38,8 @@ class Table:
     header: list[str]
     rows: list[list[str | Cell]]
     notes: list[str]
+    error: str = "stderr"
+    """What the errors of its cells are, for those who compute with them."""
 
 
 def markdown(tables: Sequence[Table]) -> str:
@@ -171,10 +173,11 @@ def _latex_label(text: str) -> str:
 
 
 def csv_text(tables: Sequence[Table]) -> str:
-    """One line per number: table, row, column, value, standard error, mark."""
+    """One line per number: table, row, column, value, error under the name all the tables have for it, mark."""
+    (error_name,) = {table.error for table in tables}
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["table", "row", "column", "value", "stderr", "mark"])
+    writer.writerow(["table", "row", "column", "value", error_name, "mark"])
     for table in tables:
         for row in table.rows:
             labels = [cell for cell in row if isinstance(cell, str)]

@@ -85,8 +85,9 @@ def styles_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     Shades of a colour tell three apart; where there are more of one transition, they have colours of their own.
     """
     presets = [run.preset for run in runs]
-    # Last those of the two that others are compared with, which a reader of several figures knows.
-    spare = sorted(dict.fromkeys(COLOURS.values()), key=lambda c: c in (COLOURS["none"], COLOURS["vanilla"]))
+    # The two that everything is compared with come last: readers of several figures know their colours.
+    known = (COLOURS["none"], COLOURS["vanilla"])
+    spare = sorted(dict.fromkeys(COLOURS.values()), key=known.__contains__)
     others = [colour for colour in spare if colour not in map(colour_of, presets)]
     styles, seen = [], dict.fromkeys(presets, 0)
     for run in runs:

@@ -95,8 +95,6 @@ def write(plan: Plan, found: Sequence[Outcome], out: Path) -> Path:
     pictures, files = render(lambda: draw(plan, found))
     for kind, form in FORMATS.items():
         files[f"results.{kind}"] = form(made).encode()
-    # The errors of evaluations are standard errors, those of studies half-widths of intervals.
-    files["results.csv"] = files["results.csv"].replace(b",stderr,", b",half_width_95,", 1)
     files["results.json"] = (json.dumps(as_json(plan, found), indent=2) + "\n").encode()
     files["index.html"] = _page(plan, found, made, pictures, files).encode()
     write_report(out, files, figures=FIGURES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -19,6 +19,23 @@ from .spec import Plan
 FIGURES = ("loss", "difference", "loops", "state_norm", "grad_norm")
 
 SCALE = "The scale is set by what follows the first tenth of training."
+
+
+class Measure(NamedTuple):
+    """What a finished run is judged by."""
+
+    label: str
+    better: str
+    of: Callable[[Outcome], Mapping[int, float]]
+    """Of every seed."""
+    highest: float | None = None
+    """It can be; the lowest is zero."""
+
+
+MEASURES = (
+    Measure("validation loss (nats per token)", "less", lambda outcome: outcome.loss),
+    Measure("exact match (share of problems)", "more", lambda outcome: outcome.exact_match, highest=1.0),
+)
 
 Curve = tuple[np.ndarray, np.ndarray]
 """Tokens and values."""
@@ -100,19 +117,13 @@ def _difference(done: Sequence[Outcome], reference: Outcome | None, styles: Styl
     others = [outcome for outcome in done if outcome is not reference]
     if reference is None or not others:
         return None
-    measures: list[tuple[str, Callable[[Outcome], Estimate | None]]] = [
-        ("validation loss (nats per token), less is better", lambda o: paired(o.loss, reference.loss))
-    ]
-    if reference.exact_match:
-        measures.append(
-            ("exact match (share of problems), more is better", lambda o: paired(o.exact_match, reference.exact_match))
-        )
+    measures = [measure for measure in MEASURES if measure.of(reference)]
     figure = Figure(figsize=(5.6, len(measures) * (1.2 + 0.32 * len(others))), layout="constrained")
     figure.suptitle(f"Difference to {reference.variant}", x=0.01, ha="left", fontsize=11, fontweight="bold")
-    for axes, (label, measure) in zip(figure.subplots(len(measures), 1, squeeze=False).flat, measures, strict=True):
+    for axes, measure in zip(figure.subplots(len(measures), 1, squeeze=False).flat, measures, strict=True):
         axes.axvline(0, color=styles[reference.variant]["color"], linewidth=1.2)
         for row, outcome in enumerate(others):
-            value = measure(outcome)
+            value = paired(measure.of(outcome), measure.of(reference))
             if value is None:
                 continue
             style = styles[outcome.variant]
@@ -124,7 +135,7 @@ def _difference(done: Sequence[Outcome], reference: Outcome | None, styles: Styl
         axes.set_ylim(len(others) - 0.5, -0.5)
         axes.grid(axis="y", visible=False)
         axes.xaxis.set_major_locator(MaxNLocator(6))
-        axes.set_xlabel(label)
+        axes.set_xlabel(f"{measure.label}, {measure.better} is better")
     caption = "Paired by seed; bars are 95% intervals, small dots single seeds. Left of the line is better for losses."
     return Picture("difference", caption, figure)
 
@@ -140,23 +151,21 @@ def _loops(plan: Plan, done: Sequence[Outcome]) -> Picture | None:
             lines.setdefault(name, []).append((looped[0], outcome))
     if max((len({loops for loops, _ in points}) for points in lines.values()), default=0) < 2:
         return None
-    measured = any(outcome.exact_match for outcome in done)
-    panels = ["validation loss (nats per token)"] + (["exact match (share of problems)"] if measured else [])
+    measures = [measure for measure in MEASURES if any(measure.of(outcome) for outcome in done)]
+    panels = [measure.label for measure in measures]
     figure, grid = axes_of("More loops", "mean over seeds", panels, sharey=False, xlabel="loops R")
     styles = styles_of([_first(points[0][1]) for points in lines.values()])
-    for index, (points, style) in enumerate(zip(lines.values(), styles, strict=True)):
-        points.sort(key=lambda point: point[0])
-        # Side by side, since the intervals of one depth often overlap.
-        aside = 0.06 * (index - (len(lines) - 1) / 2)
-        losses = [(loops + aside, estimate(list(o.loss.values()))) for loops, o in points]
-        _errorbars(grid[0], losses, style, seeds=True)
-        if measured:
-            matches = [(loops + aside, estimate(list(o.exact_match.values()))) for loops, o in points]
-            _errorbars(grid[1], matches, style, seeds=True)
-    grid[0].set_ylim(bottom=max(0.0, grid[0].get_ylim()[0]))
-    grid[0].xaxis.set_major_locator(MaxNLocator(integer=True))
-    if measured:
-        grid[1].set_ylim(-0.04, 1.04)
+    for axes, measure in zip(grid, measures, strict=True):
+        for index, (points, style) in enumerate(zip(lines.values(), styles, strict=True)):
+            # Side by side, since the intervals of one depth often overlap.
+            aside = 0.06 * (index - (len(lines) - 1) / 2)
+            ordered = sorted(points, key=lambda point: point[0])
+            values = [(loops + aside, estimate(list(measure.of(outcome).values()))) for loops, outcome in ordered]
+            _seeds(axes, values, style)
+            _errorbars(axes, values, style)
+        low, high = axes.get_ylim()
+        axes.set_ylim(max(low, -0.04), high if measure.highest is None else measure.highest + 0.04)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     legend(figure, [Line2D([], [], label=name, **style) for name, style in zip(lines, styles, strict=True)])
     caption = (
         "Means over seeds with 95% intervals, small dots single seeds; every point is a model trained with that depth. "
@@ -165,15 +174,18 @@ def _loops(plan: Plan, done: Sequence[Outcome]) -> Picture | None:
     return Picture("loops", caption, figure)
 
 
-def _errorbars(
-    axes: Axes, points: Sequence[tuple[float, Estimate | None]], style: Mapping[str, Any], *, seeds: bool = False
-) -> None:
-    known = [(loops, value) for loops, value in points if value is not None]
-    if seeds:
-        single = [(loops + 0.025, value) for loops, estimated in known for value in estimated.values]
-        axes.scatter(*zip(*single, strict=True), s=12, color=style["color"], alpha=0.45, linewidths=0)
+def _seeds(axes: Axes, points: Sequence[tuple[float, Estimate | None]], style: Mapping[str, Any]) -> None:
+    """A small dot for every seed, beside its interval."""
+    for place, value in points:
+        if value is not None:
+            beside = [place + 0.025] * len(value.values)
+            axes.scatter(beside, value.values, s=12, color=style["color"], alpha=0.45, linewidths=0)
+
+
+def _errorbars(axes: Axes, points: Sequence[tuple[float, Estimate | None]], style: Mapping[str, Any]) -> None:
+    known = [(place, value) for place, value in points if value is not None]
     axes.errorbar(
-        [loops for loops, _ in known],
+        [place for place, _ in known],
         [value.mean for _, value in known],
         yerr=[0.0 if value.half is None else value.half for _, value in known],
         capsize=3,

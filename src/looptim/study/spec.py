@@ -42,11 +42,11 @@ class Variant(Strict):
 
 
 class Scale(Strict):
-    """The same study at another size."""
+    """The same study at another size; what it does not say is the study's."""
 
-    base: str
+    base: str | None = None
     tokens: int = Field(ge=1)
-    seeds: Seeds = Field((), description="The study's by default.")
+    seeds: Seeds | None = Field(None, min_length=1)
 
 
 class Study(Strict):
@@ -133,8 +133,7 @@ def load_plan(path: str | Path, *, scale: str | None = None, set: Iterable[str] 
         if scale not in study.scales:
             known = f"it has: {', '.join(study.scales)}" if study.scales else "it has none"
             raise ValueError(f"{path} has no scale {scale!r}; {known}")
-        changed = study.scales[scale].model_dump()
-        study = study.model_copy(update={**changed, "seeds": changed["seeds"] or study.seeds})
+        study = study.model_copy(update=study.scales[scale].model_dump(exclude_none=True))
     changes = [*study.set, *([set] if isinstance(set, str) else set)]
     _check_changes(changes)
     base = load_config(path.parent / study.base, set=changes)

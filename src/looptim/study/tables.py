@@ -10,6 +10,9 @@ from .grid import PROBLEMS, task_of
 from .results import SPIKE, Estimate, Outcome, estimate, paired, stability
 from .spec import Plan
 
+HALF_WIDTH = "half_width_95"
+"""What stands behind ± in a study: of an interval over seeds."""
+
 
 def tables(plan: Plan, found: Sequence[Outcome]) -> list[Table]:
     """What was measured, and how steady training was."""
@@ -45,7 +48,8 @@ def _results(plan: Plan, found: Sequence[Outcome]) -> Table:
             row.append(_cell(estimate(list(points.values())), "{:.1f}"))
             row += [_cell(other and paired(points, _points(other)), "{:+.1f}") for other in others]
         rows.append(row)
-    return Table(plan.name, study.title, header, _marked(rows, header.index("validation loss")), _notes(plan, found))
+    rows = _marked(rows, header.index("validation loss"))
+    return Table(plan.name, study.title, header, rows, _notes(plan, found), error=HALF_WIDTH)
 
 
 def _points(outcome: Outcome) -> dict[int, float]:
@@ -65,7 +69,7 @@ def _stability(plan: Plan, found: Sequence[Outcome]) -> Table:
         f"A spike is a training loss {SPIKE} nats above the mean of the ten logged before it. The largest gradient "
         "norm is that after the first tenth of training, before clipping.",
     ]
-    return Table(f"{plan.name}-stability", "Stability", header, rows, notes)
+    return Table(f"{plan.name}-stability", "Stability", header, rows, notes, error=HALF_WIDTH)
 
 
 def _cell(value: Estimate | None, form: str) -> Cell:
@@ -90,7 +94,8 @@ def _notes(plan: Plan, found: Sequence[Outcome]) -> list[str]:
     study, config = plan.study, plan.config(plan.study.reference)
     done = max(len(outcome.runs) for outcome in found)
     # Of a file its name: a table is shown to others, whose folders are not ours.
-    text = config.data.source if ":" in config.data.source else Path(config.data.source).name
+    named = config.data.source.startswith(("hf:", "synthetic:"))
+    text = config.data.source if named else Path(config.data.source).name
     notes = [
         f"{plan.tokens:,} training tokens a run, of {text}; losses in nats per token.",
         "The least loss is in bold and the second underlined, whatever their intervals.",
