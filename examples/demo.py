@@ -53,7 +53,7 @@ def main() -> None:
     heading("A sample (looptim generate runs/demo/operloop 'def '); so short a training gives no sense yet")
     model, tokenizer = lo.load(runs[0])
     print("def " + lo.generate(model, tokenizer, "def ", max_new_tokens=60, seed=0))
-    heading("The report (looptim report runs/demo/operloop runs/demo/vanilla)")
+    heading("The report (looptim report runs/demo/operloop runs/demo/vanilla --out runs/demo/report)")
     print(lo.report(runs, RUNS / "report"))
 
 

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -31,6 +32,16 @@ def test_train_says_how_it_goes_and_exports(trained):
     assert "already holds a run; add --resume" in again.stderr
     resumed = run("train", str(trained.parent / "recipe.toml"), "--out", str(trained), "--resume", "--no-export")
     assert resumed.returncode == 0, resumed.stderr
+
+
+def test_what_the_export_lacks_is_said_before_the_training(tmp_path):
+    (tmp_path / "recipe.toml").write_text(config().to_toml())
+    without = "import sys; sys.modules['transformers'] = None; from looptim.cli import main; main()"
+    arguments = ["train", str(tmp_path / "recipe.toml"), "--out", str(tmp_path / "run")]
+    done = subprocess.run([sys.executable, "-c", without, *arguments], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "the export at the end needs transformers" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_generate_streams_the_same_text_from_the_run_and_from_the_exported_folder(trained):

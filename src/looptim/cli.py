@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json as json_module
 import os
 import shutil
@@ -146,6 +147,10 @@ def train(
 ) -> None:
     """Train the model of a recipe; under torchrun, on many processes."""
     import looptim
+
+    # Said now, not when the training is over.
+    if export and importlib.util.find_spec("transformers") is None:
+        raise ValueError("the export at the end needs transformers; pip install 'looptim[hf]', or give --no-export")
 
     try:
         run = looptim.train(looptim.load_config(recipe, set=set or ()), out, resume=resume, force=force)

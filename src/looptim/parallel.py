@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import os
 from typing import final
 
@@ -13,6 +14,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 
 from .model import LoopedLM
 
+PATIENCE = datetime.timedelta(days=1)
+"""How long processes wait for what one of them does with files: a corpus is packed for hours."""
+
 
 @final
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +26,8 @@ class World:
     rank: int
     size: int
     device: torch.device
+    waiting: dist.ProcessGroup | None = None
+    """A group of its own to wait in: the one that computes gives up after minutes, as it should."""
 
     @property
     def first(self) -> bool:
@@ -47,7 +53,7 @@ class World:
     def wait(self) -> None:
         """Until all processes are here."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(self.waiting)
 
 
 def start() -> World:
@@ -61,7 +67,9 @@ def start() -> World:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if cuda else "gloo")
-    return World(dist.get_rank(), dist.get_world_size(), device)
+    waiting = dist.new_group(backend="gloo", timeout=PATIENCE)
+    assert isinstance(waiting, dist.ProcessGroup)
+    return World(dist.get_rank(), dist.get_world_size(), device, waiting)
 
 
 def stop(world: World) -> None:

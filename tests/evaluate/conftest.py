@@ -1,4 +1,4 @@
-"""A small run, and the benchmarks of ../shared/data as a cache of the Hugging Face libraries."""
+"""A small run, and benchmarks as a cache of the Hugging Face libraries, where there are any."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SHARED = REPOSITORY.parent / "shared" / "data" / "lm-eval"
+SHARED = Path(os.environ.get("LOOPTIM_BENCHMARKS", REPOSITORY.parent / "shared" / "data" / "lm-eval"))
 FEW = ("EleutherAI/lambada_openai", "EleutherAI/wikitext_document_level", "allenai/ai2_arc", "openai/gsm8k")
 CODE = ("openai/openai_humaneval",)
 
@@ -17,7 +17,7 @@ CODE = ("openai/openai_humaneval",)
 def prepare(folder, names=None):
     """The cache of the named data sets, or of all."""
     if not SHARED.is_dir():
-        pytest.skip(f"needs the benchmarks in {SHARED}")
+        pytest.skip(f"needs the benchmarks in {SHARED}; LOOPTIM_BENCHMARKS names another folder")
     tree = SHARED / "hub"
     if names is not None:
         tree = folder / "tree"

@@ -147,6 +147,16 @@ def test_reasoning_by_generation_is_recorded_and_not_repeated(run, capsys):
     assert other["settings"]["model"]["loops"] == 3
 
 
+def test_a_task_is_asked_with_the_knobs_it_was_trained_with(run):
+    from looptim.config import load_config
+    from looptim.evaluate import reasoning
+
+    options = ["data.source=synthetic:addition", "data.options.digits=3", "data.options.loss_on_prompt=true"]
+    trained = load_config(run / "config.toml", set=options)
+    assert reasoning.settings("addition", trained)["knobs"] == {"digits": 3, "reverse": True}
+    assert reasoning.settings("hop", trained) == reasoning.settings("hop", None)
+
+
 def test_problems_longer_than_the_context_are_counted(run, tmp_path):
     from looptim.evaluate import reasoning
     from looptim.evaluate.journal import Journal

@@ -18,6 +18,11 @@ _MOST = 1 << 20
 """Examples a window may hold at most; window n draws from n * _MOST on."""
 
 
+def knobs_of(task: Task, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The knobs among a source's options, with their defaults."""
+    return task.settings({key: value for key, value in options.items() if key != "loss_on_prompt"})
+
+
 @final
 class SyntheticDataset(Dataset):
     """Examples drawn on the fly. A window starts with one, holds only whole ones and is filled up without loss."""
@@ -29,7 +34,7 @@ class SyntheticDataset(Dataset):
         self.loss_on_prompt = options.get("loss_on_prompt", False)
         if not isinstance(self.loss_on_prompt, bool):
             raise ValueError(f"data.options.loss_on_prompt must be true or false, got {self.loss_on_prompt!r}")
-        self.knobs = task.settings({key: value for key, value in options.items() if key != "loss_on_prompt"})
+        self.knobs = knobs_of(task, options)
         self.mask_boundaries = mask_boundaries
         examples = [task.example(split, 0, index, **self.knobs) for split in SPLITS for index in range(16)]
         self.fingerprint = {

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import Config
 from ..data import TASKS, evaluate_exact_match
+from ..data.synthetic import knobs_of
 from ..data.tasks import STOP
 from ..generate import complete
 from .journal import Journal
@@ -22,7 +23,7 @@ COUNT = 200
 def settings(name: str, config: Config | None) -> dict[str, Any]:
     """What a result depends on: the knobs are those the run was trained with, else the task's defaults."""
     trained = config is not None and config.data.source == f"synthetic:{name}"
-    return {"seeds": {"problems": 0}, "knobs": TASKS[name].settings(config.data.options if config and trained else {})}
+    return {"seeds": {"problems": 0}, "knobs": knobs_of(TASKS[name], config.data.options if config and trained else {})}
 
 
 def run(
