@@ -52,6 +52,7 @@ def test_layouts_that_do_not_parse(layout):
     [
         ({"layout": "0-0"}, "layout '0-0' has no blocks"),
         ({"layout": "2-0x3"}, "layout '2-0x3' loops nothing at '0x3'"),
+        ({"layout": "2", "loop": {"preset": "operloop"}}, "has no looped segment, so loop.preset must be 'none'"),
         ({"layout": "2", "pattern": "SSX"}, "pattern 'SSX' must be letters S"),
         ({"layout": "2", "pattern": ""}, "pattern '' must be letters S"),
         ({"layout": "2", "heads": 6, "kv_heads": 4}, r"heads \(6\) must be a multiple of kv_heads \(4\)"),
@@ -98,6 +99,9 @@ def test_a_recipe_stands_on_its_base_and_overrides_stand_on_both(tmp_path):
     # Options belong to a preset.
     assert lo.load_config(tmp_path / "other.toml").model.loop.options == {}
     changed = lo.load_config(tmp_path / "base.toml", set=["loop.preset=hyperloop", "loop.options.streams=3"]).model.loop
+    # As the config itself calls it.
+    inside = ["model.loop.preset=hyperloop", "model.loop.options.streams=3"]
+    assert lo.load_config(tmp_path / "base.toml", set=inside).model.loop == changed
     assert (changed.preset, changed.options) == ("hyperloop", {"streams": 3})
 
 

@@ -10,8 +10,8 @@ from test_cli import LOOPTIM, run
 from test_train import config
 
 import looptim as lo
-from looptim.data import TASKS, evaluate_exact_match
-from looptim.export import open_model
+from looptim.data import TASKS, Tokenizer, evaluate_exact_match
+from looptim.export import open_model, wrap
 from looptim.generate import complete
 
 
@@ -67,6 +67,7 @@ def test_generate_streams_the_same_text_from_the_run_and_from_the_exported_folde
             "temperature must be a number that is not negative, got -1.0",
         ),
         (["export", "nowhere", "there"], "has no complete checkpoint"),
+        (["export", "RUN", "RUN"], "exists and is no exported model"),
         (["report", "nowhere"], "nowhere"),
     ],
 )
@@ -95,6 +96,49 @@ def test_greedy_generation_equals_the_argmax_of_the_full_forward(trained):
         if ids[-1] == tokenizer.eos:
             break
     assert text == tokenizer.decode(ids[len(tokenizer.encode(prompt)) :])
+
+
+def test_an_export_replaces_an_export_and_nothing_else(trained, tmp_path):
+    (tmp_path / "mine").mkdir()
+    assert lo.export(trained, tmp_path / "mine") == lo.export(trained, tmp_path / "mine")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    (tmp_path / "mine" / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match="exists and is no exported model"):
+        lo.export(trained, tmp_path / "mine")
+    assert (trained / "checkpoints").is_dir()
+
+
+def test_an_export_with_other_loops_runs_them(tmp_path):
+    shared = config(model={"loop": {"preset": "huginn"}}).model
+    model, tokenizer = lo.LoopedLM(shared, seed=0), Tokenizer.bytes()
+    wrap(model, loops=5).save_pretrained(tmp_path)
+    tokenizer.save(tmp_path)
+    opened, _ = open_model(tmp_path)
+    assert opened.config.layout == "1-1x5-1"
+    model.config = model.config.with_loops(5)
+    batch = torch.zeros(1, 4, dtype=torch.long)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        expected = model.eval()(batch)
+        torch.manual_seed(0)
+        assert torch.equal(opened(batch), expected)
+
+
+@pytest.mark.parametrize(
+    "change", [{"loop": {"preset": "full_bandwidth", "options": {"token_shift": True}}}, {"window": 1}]
+)
+def test_what_no_cache_holds_is_generated_without(change):
+    model, tokenizer = lo.LoopedLM(config(model=change).model, seed=0).train(), Tokenizer.bytes()
+    prompts = ["1+2=", "12+34=", "7"]
+    single = [lo.generate(model, tokenizer, p, max_new_tokens=6, temperature=0).split("\n")[0] for p in prompts]
+    assert complete(model, tokenizer, prompts, max_new_tokens=6) == single
+    assert model.training
+
+
+def test_no_mass_is_the_likeliest_token(trained):
+    model, tokenizer = lo.load(trained)
+    greedy = lo.generate(model, tokenizer, "1", max_new_tokens=8, temperature=0)
+    assert lo.generate(model, tokenizer, "1", max_new_tokens=8, temperature=1, top_p=0.0) == greedy
 
 
 def test_streaming_gives_the_text_in_pieces(trained):

@@ -121,6 +121,30 @@ def test_loads_count_every_visit_once_with_and_without_checkpointing():
         torch.testing.assert_close(p.grad, gradients[name])
 
 
+def test_a_sequence_that_waits_for_its_first_loop_is_not_counted():
+    model = scramble(LoopedLM(config(options={"shared": True}), seed=0).double())
+    batch = tokens(batch=3)
+    x, y = batch[:, :-1], batch[:, 1:]
+    out = model.loss(x, y, loops=torch.tensor([1, 3, 1]), total_loops=4)
+    alone = [model.loss(x[i : i + 1], y[i : i + 1], loops=n) for i, n in enumerate((1, 3, 1))]
+    for name, load in out.loads.items():
+        if len(load) == 1:
+            assert torch.equal(load, sum(a.loads[name] for a in alone))
+        else:
+            one, three, other = (a.loads[name] for a in alone)
+            waiting = torch.zeros_like(one)
+            assert torch.equal(load, torch.cat([waiting, three]) + torch.cat([waiting] * 3 + [one + other]))
+    together = sum(a.cross_entropy for a in alone) / 3
+    torch.testing.assert_close(out.cross_entropy, together)
+
+
+def test_without_gradients_the_head_multiplies_once():
+    head, h = LoopedLM(config(), seed=0).head, torch.randn(1, 5, SIZES["width"])
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        head(h, torch.zeros(1, 5, dtype=torch.long))
+    assert counter.get_total_flops() == 2 * 5 * head.weight.numel()
+
+
 @pytest.mark.parametrize("balance", ["pooled", "per_visit"])
 def test_updating_the_router_bias_balances_the_model(balance):
     model = LoopedLM(config(balance=balance), seed=0)

@@ -276,6 +276,8 @@ def test_stability_is_read_off_the_metrics():
     run = Run("x", lines, {}, {})
     assert spikes(run) == 1
     assert state_growth(run) == (4.0, 3.0)
+    lines[0]["state_norm"], lines[-1]["state_norm"] = [1.0, 2.0, 8.0, 4.0, 4.0], [1.0, 1.0, 2.0, 4.0, 10.0]
+    assert state_growth(Run("x", lines, {"model.layout": "1-1x1-1-2x2-1"}, {})) == (2.0, 5.0)
     assert state_growth(Run("x", lines[1:3], {}, {})) is None
 
 

@@ -116,7 +116,10 @@ def prune(run: Path, *, keep_last: int, keep_every: int | None) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     for path in checkpoints(run)[:-keep_last]:
         if keep_every is None or _step(path) % keep_every:
-            shutil.rmtree(path, ignore_errors=True)
+            # Renamed first: killed in between, it must not look complete.
+            doomed = path.with_name(f".{path.name}.partial")
+            path.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _write_synced(path: Path, text: str) -> None:

@@ -178,10 +178,14 @@ def generate(
     loops: Annotated[int | None, typer.Option(min=1, help="Another number of loops, for shared transitions.")] = None,
 ) -> None:
     """Stream a continuation of a prompt."""
+    import torch
+
     from looptim.export import open_model
     from looptim.generate import generate as write
 
     model, tokenizer = open_model(run)
+    if torch.cuda.is_available():
+        model.cuda()
     prompt = sys.stdin.read() if prompt == "-" else prompt
     # The prompt goes out with the first piece of its continuation: an error then has a line of its own.
     pieces = iter([prompt])
@@ -202,7 +206,8 @@ def generate(
 
 @app.command()
 def export(
-    run: Run, folder: Annotated[str, typer.Argument(metavar="DIR", help="Where the model, config and tokenizer go.")]
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")],
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Where the model, config and tokenizer go.")],
 ) -> None:
     """Write a run's last checkpoint as a folder that transformers loads."""
     from looptim.export import export as write

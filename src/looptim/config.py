@@ -157,6 +157,10 @@ class ModelConfig(Strict):
             raise ValueError(
                 f"layout {self.layout!r} has a looped segment, so loop.preset must name a transition, not 'none'"
             )
+        if not looped and self.loop.preset != "none":
+            raise ValueError(
+                f"layout {self.layout!r} has no looped segment, so loop.preset must be 'none', not {self.loop.preset!r}"
+            )
         return self
 
     @property
@@ -274,6 +278,9 @@ class Config(Strict):
             raise ValueError(f"optim.warmup ({self.optim.warmup}) must be less than train.steps ({self.train.steps})")
         if self.optim.min_lr > self.optim.lr:
             raise ValueError(f"optim.min_lr ({self.optim.min_lr}) must not exceed optim.lr ({self.optim.lr})")
+        if self.train.loops.scheme == "parcae" and self.model.balance == "per_visit":
+            # Sequences end together, so that the first visit of one is a later visit of another.
+            raise ValueError("train.loops.scheme = 'parcae' needs model.balance = 'pooled', not 'per_visit'")
         return self
 
     def to_toml(self) -> str:
@@ -288,17 +295,14 @@ class Config(Strict):
 def load_config(path: str | Path, set: Iterable[str] = ()) -> Config:
     """A recipe from a TOML file, with one level of `base = "other.toml"` and `a.b=c` overrides from `set`."""
     overrides = [set] if isinstance(set, str) else set
-    values = _read(Path(path))
+    values = _loop_in_model(_read(Path(path)))
     if "base" in values:
-        base = _read(Path(path).parent / values.pop("base"))
+        base = _loop_in_model(_read(Path(path).parent / values.pop("base")))
         if "base" in base:
             raise ValueError(f"{path}: its base has a base itself; only one level is allowed")
         values = _merge(base, values)
     for override in overrides:
-        values = _merge(values, _parse_override(override))
-    # In a file the transition has a table of its own; in the model it is a part of the model.
-    if "loop" in values:
-        values = _merge({k: v for k, v in values.items() if k != "loop"}, {"model": {"loop": values["loop"]}})
+        values = _merge(values, _loop_in_model(_parse_override(override)))
     try:
         return Config(**values)
     except ValueError as error:
@@ -312,6 +316,13 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from None
+
+
+def _loop_in_model(values: dict[str, Any]) -> dict[str, Any]:
+    """In a file the transition has a table of its own; in the config it is a part of the model."""
+    if "loop" not in values:
+        return values
+    return _merge({k: v for k, v in values.items() if k != "loop"}, {"model": {"loop": values["loop"]}})
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

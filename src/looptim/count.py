@@ -154,9 +154,8 @@ def _component(name: str) -> str:
 
 
 def _active(config: ModelConfig, parameters: dict[str, int]) -> dict[str, int]:
-    """Of the routed experts a token meets top_k; everything else it meets whole. A tied head is met too."""
-    head = parameters["head"] or parameters["embedding"]
-    return {**parameters, "routed": parameters["routed"] * config.top_k // config.experts, "head": head}
+    """Of the routed experts a token meets top_k; everything else it meets whole, a tied head as the embedding."""
+    return {**parameters, "routed": parameters["routed"] * config.top_k // config.experts}
 
 
 def _flops(config: ModelConfig, model: LoopedLM, layers: list[Layer], seq_len: int) -> dict[str, float]:

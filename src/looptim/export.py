@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,22 +19,37 @@ if TYPE_CHECKING:
 def export(run: str | Path, out: str | Path | None = None) -> Path:
     """Write the model of a run's last checkpoint, with its config and tokenizer, to `out`; RUN/model by default."""
     out = Path(run) / "model" if out is None else Path(out)
+    if out.exists() and not _is_export(out):
+        raise ValueError(f"{out} exists and is no exported model; give a folder that is not there yet")
     model, tokenizer = load(run)
     wrapped = wrap(model)
     wrapped.generation_config.eos_token_id = tokenizer.eos
-    # Aside first: a folder without its weights would look like an export.
-    aside = out.with_name(f".{out.name}.partial")
+    # Aside first: a folder without its weights would look like an export, and the one before stays until this is whole.
+    aside, before = (out.with_name(f".{out.name}.{state}") for state in ("partial", "before"))
     shutil.rmtree(aside, ignore_errors=True)
     try:
         wrapped.save_pretrained(aside)
         tokenizer.save(aside)
-        shutil.rmtree(out, ignore_errors=True)
+        shutil.rmtree(before, ignore_errors=True)
+        if out.exists():
+            out.rename(before)
         aside.rename(out)
+        shutil.rmtree(before, ignore_errors=True)
     except Exception as error:
         # Whatever safetensors raises for a full disk, too.
         shutil.rmtree(aside, ignore_errors=True)
         raise ValueError(f"could not export to {out}: {str(error).splitlines()[0]}") from error
     return out
+
+
+def _is_export(folder: Path) -> bool:
+    """Whether a folder is an earlier export, which may be replaced, or empty."""
+    if not folder.is_dir():
+        return False
+    try:
+        return json.loads((folder / "config.json").read_text()).get("model_type") == "looptim"
+    except (OSError, ValueError, AttributeError):
+        return not any(folder.iterdir())
 
 
 def open_model(path: str | Path) -> tuple[LoopedLM, Tokenizer]:
@@ -42,7 +58,11 @@ def open_model(path: str | Path) -> tuple[LoopedLM, Tokenizer]:
     if checkpoint.latest(path) is not None:
         return load(path)
     if (path / "config.json").is_file():
-        return _hf().LoopedForCausalLM.from_pretrained(path).looped.eval(), Tokenizer.load(path)
+        wrapped = _hf().LoopedForCausalLM.from_pretrained(path)
+        model = wrapped.looped.eval()
+        if wrapped.config.loops is not None:
+            model.config = model.config.with_loops(wrapped.config.loops)
+        return model, Tokenizer.load(path)
     if (path / "config.toml").is_file():
         raise ValueError(f"{path} has no complete checkpoint yet; train it further, or give another run")
     raise ValueError(f"{path} is neither a run nor an exported model; give a folder with config.toml or config.json")

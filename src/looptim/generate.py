@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -35,18 +36,24 @@ def generate(
         raise ValueError(f"the prompt has {len(ids)} tokens, but max_length is {model.config.max_length}; shorten it")
     if seed is not None:
         torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
-    wrapped: Any = wrap(model.eval(), loops=loops)
+    sampling = {
+        "do_sample": True,
+        "temperature": temperature,
+        "top_k": top_k or 0,
+        "top_p": 1.0 if top_p is None else top_p,
+    }
     device = model.embedding.weight.device
-    out = wrapped.generate(
-        torch.tensor([ids], device=device),
-        attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=device),
-        max_new_tokens=min(max_new_tokens, room),
-        streamer=_Streamer(tokenizer, stream) if stream else None,
-        eos_token_id=tokenizer.eos,
-        pad_token_id=tokenizer.eos,
-        **(sampling if temperature > 0 else {"do_sample": False}),
-    )
+    with _wrapped(model, loops) as wrapped:
+        out = wrapped.generate(
+            torch.tensor([ids], device=device),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=device),
+            max_new_tokens=min(max_new_tokens, room),
+            use_cache=wrapped.caches,
+            streamer=_Streamer(tokenizer, stream) if stream else None,
+            eos_token_id=tokenizer.eos,
+            pad_token_id=tokenizer.eos,
+            **(sampling if temperature > 0 else {"do_sample": False}),
+        )
     return tokenizer.decode(out[0, len(ids) :].tolist())
 
 
@@ -61,25 +68,43 @@ def complete(
     loops: int | None = None,
 ) -> list[str]:
     """Greedy continuations of many prompts, up to `stop`, left-padded in batches through the KV cache."""
-    wrapped: Any = wrap(model.eval(), loops=loops)
+    with _wrapped(model, loops) as wrapped:
+        # A token shift suffers no padding on the left.
+        return _complete(wrapped, tokenizer, prompts, max_new_tokens, stop, 1 if wrapped.shifted else batch_size)
+
+
+def _complete(
+    wrapped: Any, tokenizer: Tokenizer, prompts: Sequence[str], max_new_tokens: int, stop: str, batch_size: int
+) -> list[str]:
     ends = {tokenizer.eos, *tokenizer.encode(stop)[-1:]}
     answers: list[str] = []
     for first in range(0, len(prompts), batch_size):
         rows = [tokenizer.encode(prompt) for prompt in prompts[first : first + batch_size]]
         length = max(map(len, rows))
         padded = [[tokenizer.eos] * (length - len(row)) + row for row in rows]
-        tokens = torch.tensor(padded, device=model.embedding.weight.device)
+        tokens = torch.tensor(padded, device=wrapped.device)
         mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=tokens.device)
         out = wrapped.generate(
             tokens,
             attention_mask=mask,
             max_new_tokens=max_new_tokens,
+            use_cache=wrapped.caches,
             do_sample=False,
             eos_token_id=sorted(ends),
             pad_token_id=tokenizer.eos,
         )
         answers += [tokenizer.decode(row.tolist()).split(stop)[0] for row in out[:, length:]]
     return answers
+
+
+@contextmanager
+def _wrapped(model: LoopedLM, loops: int | None) -> Iterator[Any]:
+    """The model under transformers and in eval mode, which it leaves as it was."""
+    training = model.training
+    try:
+        yield wrap(model.eval(), loops=loops)
+    finally:
+        model.train(training)
 
 
 @final

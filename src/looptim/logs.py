@@ -46,9 +46,10 @@ class RunLog:
         if not self.active:
             return self
         self.peak = gemm_peak(self.world.device, self.settings.dtype) * self.world.size
-        self.sinks = open_sinks(self.settings.track, run_dir=self.path.parent, config=self.config.model_dump())
         _drop_lines_after(self.path, self.first_step)
         self.file = self.path.open("a")
+        # Last of what may fail: a tracker that is open wants to be closed.
+        self.sinks = open_sinks(self.settings.track, run_dir=self.path.parent, config=self.config.model_dump())
         if self.show and sys.stderr.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self.bar = Progress(*columns, console=Console(stderr=True))
@@ -164,7 +165,12 @@ def environment(world: World) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of the source this runs from, if it runs from a checkout."""
-    here = Path(__file__).parent
-    done = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
+    """The commit of the source this runs from, if it runs from a checkout and there is a git to ask."""
+    here = Path(__file__).resolve().parent
+    command = ["git", "-C", str(here), "rev-parse", "--show-toplevel", "HEAD"]
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    except OSError:
+        return None
+    # An installed looptim may lie inside another project's repository.
+    return lines[1] if len(lines) == 2 and Path(lines[0]) / "src" / "looptim" == here else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -102,11 +102,11 @@ class LoopedLM(nn.Module):
         self.check_vocabulary(targets.masked_fill(targets == IGNORE, 0))
         h, stats = self.hidden(self.embed(tokens), loops=loops, total_loops=total_loops, grad_loops=grad_loops)
         cross_entropy = self.head(h, targets)
-        auxiliary = torch.stack([s.aux_loss for _, s in stats]).mean() if stats else cross_entropy.new_zeros(())
+        auxiliary = auxiliary_loss(stats)
         loads: dict[str, list[Tensor]] = {}
         for block, s in stats:
-            loads.setdefault(f"blocks.{block}.feedforward", []).append(s.load)
-        loss = cross_entropy + self.config.aux_coefficient * auxiliary
+            loads.setdefault(f"blocks.{block}.feedforward", []).append(s.load.sum(0))
+        loss = cross_entropy if auxiliary is None else cross_entropy + self.config.aux_coefficient * auxiliary
         return Output(loss, cross_entropy, {name: torch.stack(rows) for name, rows in loads.items()})
 
     def embed(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T d"]:
@@ -143,6 +143,8 @@ class LoopedLM(nn.Module):
     ) -> tuple[Float[Tensor, "B T d"], list[tuple[int, MoEStats]]]:
         """The coda's normed output for embeddings `h`, and (block, stats) of every visit of a MoE layer.
 
+        A sequence that waits for its first loop is not in the stats: nothing comes of its visit.
+
         `attend` has one slot per unrolled layer, in order: what a KV cache hangs on. `loops`, `total_loops` and
         `grad_loops` are `steps`, `total` and `grad_steps` of every loop. `observe` is given the output of every
         unrolled layer.
@@ -151,14 +153,16 @@ class LoopedLM(nn.Module):
         config = self.config if most is None else self.config.with_loops(most)
         stats: list[tuple[int, MoEStats]] = []
 
-        def run(h: Tensor, layers: Sequence[tuple[Layer, Visit]]) -> Tensor:
+        def run(h: Tensor, layers: Sequence[tuple[Layer, Visit]], begun: Tensor | None = None) -> Tensor:
             # Whoever observes keeps every layer's output anyway, and must not see it again as it is recomputed.
             if self.checkpointing and observe is None and torch.is_grad_enabled():
                 h, seen = checkpoint(_run_blocks, h, [visit for _, visit in layers], use_reentrant=False)
             else:
                 h, seen = _run_blocks(h, [visit for _, visit in layers], observe)
             # Here, outside of what is recomputed, a visit is counted once.
-            stats.extend((layer.block, s) for (layer, _), s in zip(layers, seen, strict=True) if s is not None)
+            for (layer, _), s in zip(layers, seen, strict=True):
+                if s is not None:
+                    stats.append((layer.block, s if begun is None else MoEStats(s.load[begun], s.aux_loss[begun])))
             return h
 
         remaining = self._visits(config, h, positions, attend)
@@ -171,9 +175,14 @@ class LoopedLM(nn.Module):
             K, R = segment.blocks, segment.loops
             layers, remaining = remaining[: K * R], remaining[K * R :]
             loop = cast(Loop, next(loop_of_segment))
+
+            def blocks(o: Tensor, step: int, K: int = K, R: int = R, layers: Sequence[Any] = layers) -> Tensor:
+                begun = loops.to(o.device) >= R - step if isinstance(loops, Tensor) else None
+                return run(o, layers[step * K : (step + 1) * K], begun)
+
             h = loop(
                 h,
-                lambda o, step, k=K, layers=layers: run(o, layers[step * k : (step + 1) * k]),
+                blocks,
                 steps=R if loops is None else loops,
                 total=total_loops,
                 grad_steps=grad_loops,
@@ -207,6 +216,12 @@ class LoopedLM(nn.Module):
         """Compile the distinct blocks, not the loop: one compilation of a block serves every visit of it."""
         for block in self.blocks:
             block.compile(**options)
+
+
+def auxiliary_loss(stats: Sequence[tuple[int, MoEStats]]) -> Tensor | None:
+    """The mean over visits of the mean over their sequences, without its coefficient; None without a MoE layer."""
+    means = [seen.aux_loss.mean() for _, seen in stats if len(seen.aux_loss)]
+    return torch.stack(means).mean() if means else None
 
 
 def _run_blocks(
@@ -254,7 +269,8 @@ def _build_moe(config: ModelConfig, index: int) -> MoE:
 
 
 def _seeded(seed: int, name: str, make: Callable[[], Loop]) -> Loop:
-    with torch.random.fork_rng(devices=[]):
+    # Seeding seeds every device.
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
         torch.manual_seed(_derive(seed, name))
         return make()
 

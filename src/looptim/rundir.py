@@ -52,24 +52,28 @@ def claimed(folder: Path, *, first: bool) -> Iterator[None]:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / ".lock").open("w") as lock:
-            if not _lock(lock):
-                raise HeldError(f"another process is at work in {folder}; stop it, or choose another --out")
-            yield
-    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
         raise ValueError(f"cannot write to {folder}: {error.strerror}; choose another --out") from None
+    with lock:
+        if not _lock(lock):
+            raise HeldError(f"another process is at work in {folder}; stop it, or choose another --out")
+        yield
 
 
 def _lock(file: Any) -> bool:
-    """Take the lock, which the system gives back when the process ends, however it ends; True where there is none."""
+    """Take the lock, which the system gives back when the process ends, however it ends; True where there are none."""
     try:
         import fcntl
     except ImportError:
         return True
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
+    except OSError:
+        # A file system without locks, as some clusters have.
+        return True
     return True
 
 

@@ -142,7 +142,7 @@ def _restore(run: Run) -> int:
 
 def _loop(run: Run, log: RunLog, first_step: int) -> None:
     settings = run.config.train
-    flops = 3 * sum(count(run.config).flops.values())
+    flops = 3 * sum(count(_mean_depth(run.config)).flops.values())
     with StopRequest() as stop:
         if first_step == 0:
             # What the loops do before anything is learned.
@@ -157,6 +157,14 @@ def _loop(run: Run, log: RunLog, first_step: int) -> None:
                 _save(run, done)
             if stopping and done < settings.steps:
                 raise KeyboardInterrupt
+
+
+def _mean_depth(config: Config) -> Config:
+    """The config with as many loops as an update has in the mean."""
+    if config.train.loops.scheme == "fixed":
+        return config
+    model = config.model.with_loops(max(1, round(config.train.loops.mean)))
+    return config.model_copy(update={"model": model})
 
 
 @final

@@ -67,24 +67,29 @@ def update(run: Run, step: int) -> dict[str, Any]:
 def _accumulate(run: Run, tokens: Tensor, targets: Tensor, step: int) -> tuple[float, dict[str, Tensor]]:
     """Gradients of the mean loss over the global batch, in micro-batches; the loss and the experts' loads."""
     settings, world = run.config.train, run.world
-    size = min(settings.micro_batch or len(tokens), len(tokens))
     total_targets = world.sum((targets != IGNORE).sum())
     loads: dict[str, Tensor] = {}
     loss = torch.zeros((), device=world.device)
-    pieces = list(zip(tokens.split(size), targets.split(size), strict=True))
+    pieces = _pieces(run, tokens, targets)
     for index, (x, y) in enumerate(pieces):
         parallel.synchronise_gradients(run.model, last=index == len(pieces) - 1)
         with _autocast(run):
-            first = world.rows(settings.batch_size).start + index * size
+            first = world.rows(settings.batch_size).start + index * len(pieces[0][0])
             out: Output = run.model.loss(x, y, **sample_loops(run.config, step, slice(first, first + len(x))))
         # Every target of the global batch counts the same, wherever it fell; FSDP then averages over processes.
         share = (y != IGNORE).sum() / total_targets
-        auxiliary = (out.loss - out.cross_entropy) / (len(pieces) * world.size)
+        auxiliary = (out.loss - out.cross_entropy) * (len(x) / settings.batch_size)
         (world.size * (share * out.cross_entropy + auxiliary)).backward()
         loss += share * out.cross_entropy.detach()
         for name, load in out.loads.items():
             loads[name] = loads[name] + load if name in loads else load
     return world.sum(loss).item(), {name: world.sum(load) for name, load in loads.items()}
+
+
+def _pieces(run: Run, tokens: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """This process's rows in the micro-batches that its memory is for."""
+    size = run.config.train.micro_batch or len(tokens)
+    return list(zip(tokens.split(size), targets.split(size), strict=True))
 
 
 def _autocast(run: Run):
@@ -134,7 +139,7 @@ def _balance(run: Run, loads: dict[str, Tensor]) -> dict[str, Any]:
 
 @torch.no_grad()
 def validate(run: Run) -> dict[str, Any]:
-    """The mean loss over the first validation batches, and what the loops do on the first of them."""
+    """The mean loss over the first validation batches, and what the loops do on the first rows of them."""
     settings, world = run.config.train, run.world
     rows = world.rows(settings.batch_size)
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
@@ -145,13 +150,13 @@ def validate(run: Run) -> dict[str, Any]:
         tokens, targets = run.data.batch(
             "valid", seed=settings.seed, step=index, batch_size=settings.batch_size, rows=rows
         )
-        tokens, targets = tokens.to(world.device), targets.to(world.device)
-        with _autocast(run), trace(run.model) if looped and index == 0 else nullcontext() as seen:
-            out: Output = run.model.loss(tokens, targets)
-        counted = (targets != IGNORE).sum()
-        total += torch.stack([out.cross_entropy.double() * counted, counted.double()])
-        if seen is not None:
-            values = _loop_statistics(seen)
+        for x, y in _pieces(run, tokens.to(world.device), targets.to(world.device)):
+            with _autocast(run), trace(run.model) if looped and not values else nullcontext() as seen:
+                out: Output = run.model.loss(x, y)
+            counted = (y != IGNORE).sum()
+            total += torch.stack([out.cross_entropy.double() * counted, counted.double()])
+            if seen is not None:
+                values = _loop_statistics(seen)
     run.model.train()
     loss, counted = world.sum(total).tolist()
     return {"valid_loss": loss / counted, **values}
@@ -173,4 +178,4 @@ def _loop_statistics(seen: Any) -> dict[str, list[float]]:
 
 def _mix(seed: int, step: int, rank: int) -> int:
     """One number of three, without collisions in practice."""
-    return (seed * 1_000_003 + step) * 65_537 + rank
+    return ((seed * 1_000_003 + step) * 65_537 + rank) % 2**64

@@ -234,6 +234,7 @@ class Root(lo.Projection):
 def test_parameters_with_bounds_do_not_make_a_mismatch_pass():
     assert lo.diagnose(user_loop(Root())).aligned
     assert not lo.diagnose(user_loop(Root(), write=lo.presets.IdentityWrite())).aligned
+    assert lo.check_gradient(user_loop(Root())) < 1e-12
 
 
 def test_a_loop_that_gives_nan_is_said_to():

@@ -68,6 +68,12 @@ def test_pullback_works_without_gradients():
         assert maps.Pullback(lambda Y: Y.squeeze(-2) ** 2, Y).write(torch.ones(B, T, D)).shape == Y.shape
 
 
+def test_autocast_leaves_the_state_its_dtype():
+    map = maps.Dense(torch.randn(4, 4))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert map.read(torch.randn(1, 2, 1, 4)).dtype == map.write(torch.randn(1, 2, 4)).dtype == torch.float32
+
+
 def test_only_a_shift_writes_to_the_past():
     assert maps.Identity().causal
     assert not maps.Shift().causal

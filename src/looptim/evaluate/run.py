@@ -174,8 +174,6 @@ def _run(
 
 def _open(path: Path, loops: int | None) -> Subject:
     model, tokenizer = open_model(path)
-    if loops is None and checkpoint.latest(path) is None:
-        loops = json.loads((path / "config.json").read_text()).get("loops")
     wrapped = wrap(model.to(_device()), loops=loops)
     wrapped.generation_config.eos_token_id = tokenizer.eos
     config = model.config if loops is None else model.config.with_loops(loops)

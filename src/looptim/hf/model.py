@@ -18,7 +18,7 @@ from transformers.utils.generic import can_return_tuple
 
 from ..loop import Loop
 from ..loop.projections import Shifted
-from ..model import LoopedLM
+from ..model import LoopedLM, auxiliary_loss
 from ..nn import Head, MoEStats
 from .config import KINDS, LoopedConfig
 from .slots import AttentionSlot
@@ -121,7 +121,7 @@ class LoopedModel(PreTrainedModel):
             raise ValueError("give either input_ids or inputs_embeds, and not both")
         # Continuous batching brings its own cache.
         use_cache = self._resolve_cache(use_cache, kwargs.get("cache") if past_key_values is None else past_key_values)
-        if self._is_shifted() and isinstance(attention_mask, Tensor) and not attention_mask[..., 0].all():
+        if self.shifted and isinstance(attention_mask, Tensor) and not attention_mask[..., 0].all():
             raise ValueError(
                 "with token_shift=True the first token would read its padding; pad on the right, or not at all"
             )
@@ -161,8 +161,7 @@ class LoopedModel(PreTrainedModel):
 
     def _resolve_cache(self, use_cache: bool | None, past_key_values: Any) -> bool:
         """Whether to cache; refused where it is asked for and would be wrong."""
-        shifted, recomputed = self._is_shifted(), self.looped.checkpointing and torch.is_grad_enabled()
-        narrow = self.config.sliding_window == 1 and any(slot.sliding_window for slot in self.slots)
+        shifted, narrow, recomputed = self.shifted, self._narrow, self.looped.checkpointing and torch.is_grad_enabled()
         asked = past_key_values is not None or bool(use_cache)
         if shifted and asked:
             raise ValueError(
@@ -179,8 +178,19 @@ class LoopedModel(PreTrainedModel):
         default = self.config.use_cache and not self.training
         return (default if use_cache is None else use_cache) and not (shifted or narrow or recomputed)
 
-    def _is_shifted(self) -> bool:
+    @property
+    def caches(self) -> bool:
+        """Whether decoding through a KV cache is possible."""
+        return not (self.shifted or self._narrow)
+
+    @property
+    def shifted(self) -> bool:
+        """Whether a token reads the state of the one before, which padding on the left would change."""
         return any(isinstance(module, Shifted) for module in self.looped.loops.modules())
+
+    @property
+    def _narrow(self) -> bool:
+        return self.config.sliding_window == 1 and any(slot.sliding_window for slot in self.slots)
 
     def _masks(
         self,
@@ -301,9 +311,9 @@ class LoopedForCausalLM(LoopedModel, GenerationMixin):
         loss = aux_loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        if labels is not None and stats:
-            aux_loss = torch.stack([seen.aux_loss for _, seen in stats]).mean()
-            loss = loss + self.config.router_aux_loss_coef * aux_loss if self.training else loss
+            aux_loss = auxiliary_loss(stats)
+            if aux_loss is not None and self.training:
+                loss = loss + self.config.router_aux_loss_coef * aux_loss
         return MoeCausalLMOutputWithPast(loss=loss, aux_loss=cast(Any, aux_loss), logits=logits, **rest)
 
 

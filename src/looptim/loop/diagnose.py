@@ -72,9 +72,8 @@ def diagnose(loop: Loop) -> Diagnosis:
     own = _Probe(_float64_copy(loop))
     if not own.finite:
         raise ValueError(f"{loop.name} gives values that are not finite on normal inputs; look at its parameters first")
-    # A user's parameters may have bounds that a large change violates.
-    changed = (_Probe(_float64_copy(loop, perturb=scale)) for scale in (1.0, 0.1, 0.01))
-    general = next((probe for probe in changed if probe.finite), own)
+    changed = _changed(loop)
+    general = own if changed is None else _Probe(changed)
     hidden = own.gap <= TOLERANCE < general.gap
     shown = general if hidden else own
     adjoint_error = max(own.adjoint_error, general.adjoint_error)
@@ -150,8 +149,8 @@ def check_gradient(loop: Loop) -> float:
     """
     require("loop", loop, Loop)
     worst = 0.0
-    runs = (_run(_float64_copy(loop, perturb=scale)) for scale in (0.0, 1.0))
-    for transition, carry, record in itertools.chain.from_iterable(runs):
+    twins = (_float64_copy(loop), _changed(loop))
+    for transition, carry, record in itertools.chain.from_iterable(_run(twin) for twin in twins if twin is not None):
         _check_objective(loop, transition, record)
         expected = _autograd_step(transition, carry, record)
         error = ((record.Y - expected).norm() / expected.norm().clamp_min(1e-300)).item()
@@ -195,6 +194,12 @@ def _float64_copy(loop: Loop, *, perturb: float = 0.0) -> Loop:
         noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
         p.data.add_(perturb * (noise / math.sqrt(p.shape[-1]) if p.dim() > 1 else 0.3 * noise))
     return loop
+
+
+def _changed(loop: Loop) -> Loop | None:
+    """A copy at randomly changed parameters, or None: a user's may have bounds that any change violates."""
+    twins = (_float64_copy(loop, perturb=scale) for scale in (1.0, 0.1, 0.01))
+    return next((twin for twin in twins if _Probe(twin).finite), None)
 
 
 def _run(loop: Loop) -> Iterator[tuple[Transition, Carry, Record]]:

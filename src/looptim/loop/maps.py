@@ -99,11 +99,12 @@ class Dense(Map):
 
     def read(self, Y: Float[Tensor, "B T 1 d"]) -> Float[Tensor, "B T d"]:
         self._check(Y.shape[-1], self.W.shape[1], "reads")
-        return F.linear(_row(Y), self.W.to(Y.dtype))
+        # Autocast would take the state to bf16.
+        return F.linear(_row(Y), self.W.to(Y.dtype)).to(Y.dtype)
 
     def write(self, g: Float[Tensor, "B T d"]) -> Float[Tensor, "B T 1 d"]:
         self._check(g.shape[-1], self.W.shape[0], "writes")
-        return (g @ self.W.to(g.dtype)).unsqueeze(-2)
+        return (g @ self.W.to(g.dtype)).to(g.dtype).unsqueeze(-2)
 
     def _check(self, width: int, wanted: int, does: str) -> None:
         if width != wanted:

@@ -61,9 +61,11 @@ def build(name: str, *, width: int, steps: int, **options: Any) -> Loop:
     'vanilla'
     """
     preset = choose("preset", name, PRESETS)
-    known = [p for p in inspect.signature(preset).parameters if p not in ("width", "steps")]
+    parameters = inspect.signature(preset).parameters
+    known = [name for name in parameters if name not in ("width", "steps")]
     unknown = sorted(set(options) - set(known))
-    if unknown:
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if unknown and not takes_any:
         listed = f"its options are {', '.join(known)}" if known else "it has no options"
         raise ValueError(f"{name} has no option {', '.join(map(repr, unknown))}; {listed}")
     for key, value in {"width": width, "steps": steps, "streams": options.get("streams", 1)}.items():

@@ -37,7 +37,9 @@ class Head(nn.Linear):
             with without_autocast(h.device.type):
                 return F.linear(h.to(dtype), self.weight.to(dtype))
         with without_autocast(h.device.type):
-            total = LinearCrossEntropy.apply(h.flatten(0, -2), self.weight, targets.flatten(), self.chunk)
+            total = LinearCrossEntropy.apply(
+                h.flatten(0, -2), self.weight, targets.flatten(), self.chunk, torch.is_grad_enabled()
+            )
         assert isinstance(total, Tensor)
         return total / (targets != IGNORE).sum().clamp_min(1)
 
@@ -51,10 +53,11 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, h: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    def forward(ctx, h: Tensor, weight: Tensor, targets: Tensor, chunk: int, grads: bool) -> Tensor:
         dtype = torch.promote_types(h.dtype, torch.float32)
         W = weight.to(dtype)
-        wants_h, wants_W = ctx.needs_input_grad[:2]
+        # Which says what could have a gradient, also where nothing will.
+        wants_h, wants_W = (grads and needed for needed in ctx.needs_input_grad[:2])
         grad_h = torch.empty_like(h) if wants_h else None
         grad_W = torch.zeros_like(W) if wants_W else None
         total = h.new_zeros((), dtype=dtype)
@@ -76,6 +79,6 @@ class LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         grad_h, grad_W = (None if g is None else g * grads[0].to(g.dtype) for g in ctx.saved_tensors)
-        return grad_h, grad_W, None, None
+        return grad_h, grad_W, None, None, None

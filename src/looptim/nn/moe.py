@@ -25,10 +25,10 @@ class Routing(NamedTuple):
 
 
 class MoEStats(NamedTuple):
-    """Tokens per expert in this call, and the sequence-level auxiliary loss before its coefficient."""
+    """Tokens per expert, and the auxiliary loss before its coefficient: of each sequence in this call."""
 
-    load: Int[Tensor, " experts"]
-    aux_loss: Float[Tensor, ""]
+    load: Int[Tensor, "batch experts"]
+    aux_loss: Float[Tensor, " batch"]
 
 
 class SwiGLU(nn.Module):
@@ -150,7 +150,7 @@ class MoE(nn.Module):
         counts = expert_counts(routing.indices.view(batch, -1), self.router.num_experts)
         aux_loss = sequence_balance_loss(routing.scores.view(batch, length, -1), counts)
         # Returned, not accumulated: recomputing this call under activation checkpointing must not count it again.
-        return y, MoEStats(counts.sum(0), aux_loss)
+        return y, MoEStats(counts, aux_loss)
 
 
 def visit_row(bias: Float[Tensor, "visits experts"], visit: int | Tensor) -> Float[Tensor, " experts"]:
@@ -170,17 +170,17 @@ def expert_counts(indices: Int[Tensor, "batch slots"], num_experts: int) -> Int[
 
 def sequence_balance_loss(
     scores: Float[Tensor, "batch length experts"], counts: Int[Tensor, "batch experts"]
-) -> Float[Tensor, ""]:
-    """Sequence-level balance loss, without its coefficient; 1 when balanced.
+) -> Float[Tensor, " batch"]:
+    """The balance loss of each sequence, without its coefficient; 1 when balanced.
 
-    L = mean over sequences of sum_i f_i P_i,  f_i = E count_i / (k T),  P_i = mean_t s_{t,i} / sum_j s_{t,j}.
+    L = sum_i f_i P_i,  f_i = E count_i / (k T),  P_i = mean_t s_{t,i} / sum_j s_{t,j}.
 
     Reference: DeepSeek-AI, "DeepSeek-V3", 2024, equations 17 to 20.
     """
     counts = counts.to(scores.dtype)
     fraction = counts.shape[-1] * counts / counts.sum(-1, keepdim=True)
     share = (scores / scores.sum(-1, keepdim=True).clamp_min(1e-20)).mean(1)
-    return (fraction * share).sum(-1).mean()
+    return (fraction * share).sum(-1)
 
 
 @torch.no_grad()

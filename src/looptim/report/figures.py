@@ -191,19 +191,26 @@ def _per_loop(runs: Sequence[Run], quantity: Quantity) -> Picture | None:
     if not tables:
         return None
     figure, panels = axes_of(quantity.title, quantity.ylabel, list(tables) if len(runs) > 1 else [""])
-    loops = max(table.shape[1] for _, table in tables.values())
-    colours = _ordered(loops)
+    widest = max((run for run in runs if run.name in tables), key=lambda run: tables[run.name][1].shape[1])
+    labels = _loop_labels(widest.loops, tables[widest.name][1].shape[1], from_start=quantity.key == "state_norm")
+    colours = _ordered(len(labels))
     for axes, (tokens, table) in zip(panels, tables.values(), strict=True):
         for colour, values in zip(colours, table.T, strict=False):
             axes.plot(tokens, values, color=colour, marker="o" if len(tokens) <= 30 else "", markersize=3)
     values = np.concatenate([table[np.isfinite(table)] for _, table in tables.values()])
     if values.min() > 0 and values.max() > 20 * values.min():
         log_scale(panels[0], values)
-    # The state is seen once more than it is stepped: before the first loop.
-    first = 0 if quantity.key == "state_norm" else 1
-    labels = ["start" if first + i == 0 else f"loop {first + i}" for i in range(loops)]
     legend(figure, _thinned([Line2D([], [], color=c, label=text) for c, text in zip(colours, labels, strict=True)]))
     return Picture(quantity.key, quantity.caption, figure)
+
+
+def _loop_labels(loops: Sequence[int], columns: int, *, from_start: bool) -> list[str]:
+    """What the columns of a list over loops are. The state is seen once more than it is stepped: before the first."""
+    first = 0 if from_start else 1
+    names = [[f"loop {i}" if i else "start" for i in range(first, times + 1)] for times in loops]
+    if len(names) > 1 and sum(map(len, names)) == columns:
+        return [f"segment {index}, {name}" for index, segment in enumerate(names, 1) for name in segment]
+    return [f"loop {first + i}" if first + i else "start" for i in range(columns)]
 
 
 def _moe(runs: Sequence[Run]) -> Picture | None:

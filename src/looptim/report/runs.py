@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,11 @@ class Run:
     def preset(self) -> str:
         """The transition's name, or the run's where no config tells."""
         return self.config.get("loop.preset") or self.config.get("model.loop.preset") or self.name
+
+    @property
+    def loops(self) -> list[int]:
+        """How often each looped segment runs, as far as a config tells."""
+        return [int(times) for times in re.findall(r"x(\d+)", str(self.config.get("model.layout", "")))]
 
     def column(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and the numbers called `key`, from the lines that have one; null is NaN."""

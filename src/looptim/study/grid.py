@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -138,10 +138,10 @@ def _run(config: dict[str, Any], folder: str) -> str | None:
         if _stop.is_set():
             raise KeyboardInterrupt
         resolved = Config(**config)
-        _train(resolved, folder)
+        _when_free(lambda: train(resolved, folder, resume=True, progress=False))
         task = task_of(resolved)
         if task is not None:
-            evaluate(folder, tasks=[task], limit=PROBLEMS, batch_size=100, quiet=True)
+            _when_free(lambda: _ask(task, Path(folder)))
         return None
     except DivergedError as error:
         return str(error)
@@ -154,10 +154,15 @@ def _run(config: dict[str, Any], folder: str) -> str | None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _train(config: Config, folder: str) -> None:
+def _ask(task: str, folder: Path) -> None:
+    with rundir.claimed(folder, first=True):
+        evaluate(folder, tasks=[task], limit=PROBLEMS, batch_size=100, quiet=True)
+
+
+def _when_free(work: Callable[[], object]) -> None:
     while True:
         try:
-            train(config, folder, resume=True, progress=False)
+            work()
             return
         except rundir.HeldError:
             # Another study that shares the run is at it, or has just been stopped; what it did counts for us too.

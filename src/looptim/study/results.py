@@ -152,11 +152,16 @@ def spikes(run: Run) -> int:
 
 
 def state_growth(run: Run) -> tuple[float, float] | None:
-    """The state's RMS after the last loop over that before the first: before training, and after it."""
+    """The state's RMS after the last loop over that before the first: before training, and after it.
+
+    Of several looped segments, that of the one that grows most.
+    """
     _, norms = run.columns("state_norm")
     if not norms.size:
         return None
-    return float(norms[0, -1] / norms[0, 0]), float(norms[-1, -1] / norms[-1, 0])
+    ends = np.cumsum([times + 1 for times in run.loops])[:-1]
+    before, after = (max(float(part[-1] / part[0]) for part in np.split(row, ends)) for row in (norms[0], norms[-1]))
+    return before, after
 
 
 def stability(outcome: Outcome) -> dict[str, Estimate | None]:
