@@ -15,13 +15,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config import Config, ModelConfig, load_config  # noqa: F401
+    from .config import Config, ModelConfig  # noqa: F401
     from .count import count  # noqa: F401
     from .evaluate import evaluate  # noqa: F401
     from .export import export  # noqa: F401
     from .generate import generate  # noqa: F401
     from .loop import *  # noqa: F403
     from .model import LoopedLM  # noqa: F401
+    from .recipe import load_config  # noqa: F401
     from .report import report  # noqa: F401
     from .study import study  # noqa: F401
     from .train import load, train  # noqa: F401
@@ -31,7 +32,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Config": "config",
     "ModelConfig": "config",
-    "load_config": "config",
+    "load_config": "recipe",
     "LoopedLM": "model",
     "count": "count",
     "evaluate": "evaluate",

@@ -1,12 +1,9 @@
-"""Recipes: TOML files to typed, frozen configs. An unknown key is an error that names the nearest known one."""
+"""What can be configured: typed, frozen, an unknown key an error that names the nearest known one."""
 
 from __future__ import annotations
 
 import difflib
 import re
-import tomllib
-from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -290,64 +287,3 @@ class Config(Strict):
         values = self.model_dump(exclude_none=True)
         values["loop"] = values["model"].pop("loop")
         return tomli_w.dumps(values)
-
-
-def load_config(path: str | Path, set: Iterable[str] = ()) -> Config:
-    """A recipe from a TOML file, with one level of `base = "other.toml"` and `a.b=c` overrides from `set`."""
-    overrides = [set] if isinstance(set, str) else set
-    values = _loop_in_model(_read(Path(path)))
-    if "base" in values:
-        base = _loop_in_model(_read(Path(path).parent / values.pop("base")))
-        if "base" in base:
-            raise ValueError(f"{path}: its base has a base itself; only one level is allowed")
-        values = _merge(base, values)
-    for override in overrides:
-        values = _merge(values, _loop_in_model(_parse_override(override)))
-    try:
-        return Config(**values)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"there is no recipe {str(path)!r}; give the path of a TOML file")
-    try:
-        return tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid TOML: {error}") from None
-
-
-def _loop_in_model(values: dict[str, Any]) -> dict[str, Any]:
-    """In a file the transition has a table of its own; in the config it is a part of the model."""
-    if "loop" not in values:
-        return values
-    return _merge({k: v for k, v in values.items() if k != "loop"}, {"model": {"loop": values["loop"]}})
-
-
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` on top of `base`, table by table. Options belong to a preset or a source: another starts without them."""
-    merged = dict(base)
-    for key, value in over.items():
-        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
-            before, name = merged[key], {"loop": "preset", "data": "source"}.get(key)
-            if name in value and value[name] != before.get(name):
-                before = {k: v for k, v in before.items() if k != "options"}
-            value = _merge(before, value)
-        merged[key] = value
-    return merged
-
-
-def _parse_override(text: str) -> dict[str, Any]:
-    """`a.b=c` as nested tables; the value is TOML where it parses, else a string."""
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip():
-        raise ValueError(f"--set {text!r} must have the form key=value, as in --set loop.preset=hyperloop")
-    parsed: Any
-    try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        parsed = value.strip()
-    for part in reversed(key.strip().split(".")):
-        parsed = {part: parsed}
-    return parsed

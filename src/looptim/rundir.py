@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .config import Config, load_config
+from .config import Config
 from .data import Tokenizer
+from .recipe import load_config
 
 
 class HeldError(ValueError):

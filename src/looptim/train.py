@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 
 from . import checkpoint, parallel, rundir
-from .config import Config, load_config
+from .config import Config
 from .count import count
 from .cpu import guard_bf16
 from .data import Dataset, Tokenizer, open_data
@@ -24,6 +24,7 @@ from .loop import Loop
 from .model import LoopedLM
 from .optim import MuonAdamW, describe_groups, parameter_groups
 from .parallel import World
+from .recipe import load_config
 from .updates import Run, update, validate
 
 

@@ -148,8 +148,8 @@ def test_reasoning_by_generation_is_recorded_and_not_repeated(run, capsys):
 
 
 def test_a_task_is_asked_with_the_knobs_it_was_trained_with(run):
-    from looptim.config import load_config
     from looptim.evaluate import reasoning
+    from looptim.recipe import load_config
 
     options = ["data.source=synthetic:addition", "data.options.digits=3", "data.options.loss_on_prompt=true"]
     trained = load_config(run / "config.toml", set=options)

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .. import checkpoint
-from ..config import load_config
 from ..count import count
 from ..data import TASKS, Tokenizer
 from ..export import open_model, wrap
 from ..model import LoopedLM
+from ..recipe import load_config
 from . import offline, reasoning
 from .averages import averages, scores
 from .journal import Journal, read, write_result

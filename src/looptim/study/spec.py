@@ -12,8 +12,9 @@ from typing import Annotated, Any, final
 
 from pydantic import AfterValidator, Field, model_validator
 
-from ..config import Config, Strict, load_config
+from ..config import Config, Strict
 from ..count import Count, count
+from ..recipe import load_config
 
 TOLERANCE = 0.02
 """How far the training FLOPs of a variant may be from the reference's."""
