@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from timing import medians
 from torch import Tensor, nn
 
+from looptim.bench import medians
 from looptim.nn import Experts, Routing, SwiGLU
 
 SHAPES = [(256, 64, 16, 4), (512, 128, 16, 4), (512, 128, 64, 8), (512, 64, 64, 8)]

@@ -15,8 +15,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from timing import medians
 
+from looptim.bench import medians
 from looptim.config import ModelConfig
 from looptim.model import LoopedLM
 from looptim.optim import MuonAdamW, muon, parameter_groups, polar

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from timing import medians
 from torch import Tensor
 
+from looptim.bench import medians
 from looptim.nn import causal_attention
 
 SHAPES = [(512, 128), (1024, 32), (2048, 128), (4096, 128), (4096, 512)]

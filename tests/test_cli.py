@@ -50,6 +50,13 @@ def test_zoo_speaks_json_and_markdown():
     assert len({line.count("|") for line in lines}) == 1
 
 
+def test_bench_measures_in_a_recipe_of_mine():
+    small = ["--set", "train.batch_size=1", "--set", "train.seq_len=16"]
+    done = run("bench", "operloop", "--recipe", RECIPES / "nano.toml", *small, "--repeats", "1", "--json")
+    assert [row["name"] for row in json.loads(done.stdout)["rows"]] == ["vanilla", "operloop"]
+    assert run("bench", *small).stderr.startswith("looptim: --set changes a recipe; give --recipe too")
+
+
 def test_diagnose_gives_the_verdict():
     assert (
         "hyperloop: mismatch; it reads through H_pre but writes through H_post" in run("diagnose", "hyperloop").stdout

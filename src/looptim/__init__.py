@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .bench import bench  # noqa: F401
     from .config import Config, ModelConfig  # noqa: F401
     from .count import count  # noqa: F401
     from .evaluate import evaluate  # noqa: F401
@@ -34,6 +35,7 @@ _HOMES = {
     "ModelConfig": "config",
     "load_config": "recipe",
     "LoopedLM": "model",
+    "bench": "bench",
     "count": "count",
     "evaluate": "evaluate",
     "export": "export",

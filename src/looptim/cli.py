@@ -309,6 +309,44 @@ def study(
     print(page)
 
 
+@app.command()
+def bench(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="PRESET", help="Transitions; one of each kind by default.")
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(metavar="RECIPE", help="Measure in this model; four dense blocks of width 256 else.")
+    ] = None,
+    set: Set = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds in which all transitions take their turn.")] = 9,
+    json: Json = False,
+) -> None:
+    """Measure what a transition costs here: time, FLOPs and parameters of a training step over the vanilla loop's."""
+    import looptim
+
+    if set and not recipe:
+        raise ValueError("--set changes a recipe; give --recipe too, such as --recipe recipes/nano.toml")
+    answer = looptim.bench(names or (), looptim.load_config(recipe, set=set or ()) if recipe else None, repeats=repeats)
+    if json:
+        print(json_module.dumps(answer, indent=2, ensure_ascii=False))
+        return
+    print(f"{answer['model']}; {answer['device']}, {answer['threads']} threads")
+    print(f"vanilla: {answer['seconds']:.3g} s for {answer['tokens']:,} tokens, forward + backward")
+    print(f"MFU is of {answer['gemm_peak'] / 1e9:,.0f} GFLOP/s, a large matmul; all else is a ratio to vanilla")
+    rows = [
+        [
+            row["name"],
+            f"{row['time']:.3f}",
+            "{:.2f} to {:.2f}".format(*row["time_quartiles"]),
+            f"{row['flops']:.3f}",
+            f"{row['parameters']:.3f}",
+            f"{row['mfu']:.1%}",
+        ]
+        for row in answer["rows"]
+    ]
+    _print_table(["transition", "time", "quartiles", "FLOPs", "parameters", "MFU"], rows)
+
+
 def _print_table(header: list[str], rows: list[list[str]]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
