@@ -17,12 +17,12 @@ import torch
 import looptim as lo
 from looptim.data import open_data
 from looptim.model import LoopedLM
-from looptim.report import Run
+from looptim.report import Run, styles_of
 from looptim.rundir import claimed
 from looptim.study import load_plan
-from looptim.study.figures import draw
+from looptim.study.figures import _state_norm, draw
 from looptim.study.grid import Meter
-from looptim.study.results import QUANTILES, estimate, outcomes, paired, spikes, state_growth
+from looptim.study.results import QUANTILES, Outcome, estimate, outcomes, paired, spikes, state_growth
 
 ROOT = Path(__file__).parents[1]
 
@@ -279,6 +279,15 @@ def test_stability_is_read_off_the_metrics():
     lines[0]["state_norm"], lines[-1]["state_norm"] = [1.0, 2.0, 8.0, 4.0, 4.0], [1.0, 1.0, 2.0, 4.0, 10.0]
     assert state_growth(Run("x", lines, {"model.layout": "1-1x1-1-2x2-1"}, {})) == (2.0, 5.0)
     assert state_growth(Run("x", lines[1:3], {}, {})) is None
+
+
+def test_two_looped_segments_are_two_lines_each_from_its_own_start():
+    lines = [{"step": step, "tokens": step, "state_norm": [1.0, 2.0, 8.0, 4.0, 16.0]} for step in (0, 9)]
+    run = Run("x", lines, {"model.layout": "1-1x1-1-2x2-1"}, {})
+    picture = _state_norm([Outcome("x", {0: run}, {}, {}, {})], {"x": styles_of([run])[0]})
+    assert picture is not None
+    before = [line.get_xydata().tolist() for line in picture.figure.axes[0].lines if line.get_linestyle() != "None"]
+    assert before == [[[0, 1], [1, 2]], [[2, 1], [3, 0.5], [4, 2]]]
 
 
 def test_hyperloops_growth_at_initialisation_is_measured(file):

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ..report import Picture, Run, styles_of
 from ..report.figures import axes_of, legend, log_scale, smooth
-from .results import Estimate, Outcome, estimate, paired
+from .results import Estimate, Outcome, estimate, growth, paired
 from .spec import Plan
 
 FIGURES = ("loss", "difference", "loops", "state_norm", "grad_norm")
@@ -196,7 +196,7 @@ def _errorbars(axes: Axes, points: Sequence[tuple[float, Estimate | None]], styl
 
 def _state_norm(done: Sequence[Outcome], styles: Styles) -> Picture | None:
     """The state's RMS from loop to loop, relative to its start: before training, and after it."""
-    looped = [outcome for outcome in done if _first(outcome).columns("state_norm")[1].size]
+    looped = [outcome for outcome in done if growth(_first(outcome))]
     if not looped:
         return None
     figure, grid = axes_of(
@@ -206,13 +206,19 @@ def _state_norm(done: Sequence[Outcome], styles: Styles) -> Picture | None:
     for outcome in looped:
         style = styles[outcome.variant]
         for axes, line in zip(grid, (0, -1), strict=True):
-            norms = np.stack([(t := run.columns("state_norm")[1])[line] / t[line, 0] for run in outcome.runs.values()])
-            seen.append(norms.ravel())
-            points = [(loop, estimate(column.tolist())) for loop, column in enumerate(norms.T)]
-            _errorbars(axes, points, {**style, "linewidth": 1.3})
+            place = 0
+            # Looped segments follow each other, a line each.
+            for runs in zip(*(growth(run) for run in outcome.runs.values()), strict=True):
+                norms = np.stack([run[line] for run in runs])
+                seen.append(norms.ravel())
+                points = [(place + loop, estimate(column.tolist())) for loop, column in enumerate(norms.T)]
+                _errorbars(axes, points, {**style, "linewidth": 1.3})
+                place += len(points)
     log_scale(grid[0], np.concatenate(seen))
     legend(figure, [_handle(outcome.variant, styles) for outcome in looped])
-    return Picture("state_norm", "On validation text; 0 is the state the loop starts with. Means over seeds.", figure)
+    return Picture(
+        "state_norm", "On validation text; a line begins with the state its loop starts with. Means over seeds.", figure
+    )
 
 
 def _grad_norm(done: Sequence[Outcome], styles: Styles) -> Picture:

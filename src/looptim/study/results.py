@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..data import open_data
 from ..report import Run, read_run
@@ -151,30 +152,35 @@ def spikes(run: Run) -> int:
     return int((loss[10:] > means + SPIKE).sum())
 
 
+def growth(run: Run) -> list[NDArray]:
+    """The state's RMS over that before the first loop: for each looped segment, a row per validation."""
+    _, norms = run.columns("state_norm")
+    if not norms.size:
+        return []
+    ends = np.cumsum([times + 1 for times in run.loops])[:-1]
+    return [part / part[:, :1] for part in np.split(norms, ends, axis=1)]
+
+
 def state_growth(run: Run) -> tuple[float, float] | None:
-    """The state's RMS after the last loop over that before the first: before training, and after it.
+    """What the state has grown to after the last loop: before training, and after it.
 
     Of several looped segments, that of the one that grows most.
     """
-    _, norms = run.columns("state_norm")
-    if not norms.size:
-        return None
-    ends = np.cumsum([times + 1 for times in run.loops])[:-1]
-    before, after = (max(float(part[-1] / part[0]) for part in np.split(row, ends)) for row in (norms[0], norms[-1]))
-    return before, after
+    last = [part[:, -1] for part in growth(run)]
+    return (float(max(g[0] for g in last)), float(max(g[-1] for g in last))) if last else None
 
 
 def stability(outcome: Outcome) -> dict[str, Estimate | None]:
     """Means over the seeds of what tells how steady training was."""
     runs = list(outcome.runs.values())
-    growth = [pair for run in runs if (pair := state_growth(run)) is not None]
+    grown = [pair for run in runs if (pair := state_growth(run)) is not None]
     norms = [run.column("grad_norm")[1] for run in runs]
     return {
         "spikes": estimate([spikes(run) for run in runs]),
         "gradient norm, median": estimate([float(np.median(values)) for values in norms]),
         "gradient norm, largest": estimate([float(values[len(values) // 10 :].max()) for values in norms]),
-        "state growth, start": estimate([start for start, _ in growth]),
-        "state growth, end": estimate([end for _, end in growth]),
+        "state growth, start": estimate([start for start, _ in grown]),
+        "state growth, end": estimate([end for _, end in grown]),
     }
 
 
