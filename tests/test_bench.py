@@ -5,15 +5,14 @@ import time
 
 import pytest
 import torch
+from tiny import TINY
 
 import looptim as lo
 from looptim.bench import _models, _with_preset, medians, rounds
 from looptim.config import Config
 
-SMALL = {"layout": "0-2x3-0", "width": 32, "vocab_size": 64, "max_length": 16, "heads": 2, "kv_heads": 1}
-SMALL |= {"head_dim": 16, "window": 4, "sliding_rotary": 16, "full_rotary": 8, "dense_layers": 2, "dense_hidden": 64}
 CONFIG = Config(
-    model={**SMALL, "loop": {"preset": "huginn", "options": {"inject": "concat"}}},
+    model={**TINY, "loop": {"preset": "huginn", "options": {"inject": "concat"}}},
     train={"batch_size": 4, "micro_batch": 2, "seq_len": 8},
 )
 
@@ -65,7 +64,7 @@ def test_variants_take_turns_and_the_first_round_is_not_counted():
         (["operloop"], CONFIG, 0, "repeats must be at least 1, got 0"),
         (
             ["operloop"],
-            Config(model={**SMALL, "layout": "2"}, train=CONFIG.train),
+            Config(model={**TINY, "layout": "2", "loop": {"preset": "none"}}, train=CONFIG.train),
             1,
             "layout '2' has no looped segment",
         ),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import TINY
 
 import looptim as lo
 from looptim import checkpoint
@@ -21,33 +22,10 @@ from looptim.parallel import World
 from looptim.rundir import HeldError, claimed, difference
 from looptim.updates import _mix, sample_loops
 
-MODEL = {
-    "layout": "1-1x2-1",
-    "width": 32,
-    "vocab_size": 257,
-    "max_length": 32,
-    "tied": True,
-    "pattern": "SF",
-    "heads": 2,
-    "kv_heads": 1,
-    "head_dim": 16,
-    "window": 8,
-    "sliding_rotary": 16,
-    "full_rotary": 8,
-    "dense_layers": 1,
-    "dense_hidden": 64,
-    "experts": 4,
-    "top_k": 2,
-    "expert_hidden": 16,
-    "shared_hidden": 16,
-    "init_std": 0.05,
-    "loop": {"preset": "operloop"},
-}
-
 
 def config(model=None, data=None, optim=None, **train) -> Config:
     return Config(
-        model={**MODEL, **(model or {})},
+        model={**TINY, **(model or {})},
         data={"source": "synthetic:addition", "options": {"digits": 2}, **(data or {})},
         optim={"lr": 3e-3, "min_lr": 3e-4, "warmup": 2, **(optim or {})},
         train={

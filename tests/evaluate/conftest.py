@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny import TINY
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("LOOPTIM_BENCHMARKS", REPOSITORY.parent / "shared" / "data" / "lm-eval"))
@@ -64,29 +65,8 @@ def train(folder, **model):
     from looptim.config import Config
     from looptim.export import export
 
-    values = {
-        "layout": "1-1x2-1",
-        "width": 32,
-        "vocab_size": 257,
-        "tied": True,
-        "pattern": "SF",
-        "heads": 2,
-        "kv_heads": 1,
-        "head_dim": 16,
-        "window": 8,
-        "sliding_rotary": 16,
-        "full_rotary": 8,
-        "dense_layers": 1,
-        "dense_hidden": 64,
-        "experts": 4,
-        "top_k": 2,
-        "expert_hidden": 16,
-        "shared_hidden": 16,
-        "init_std": 0.2,
-        "loop": {"preset": "operloop", "options": {"shared": True}},
-    }
     config = Config(
-        model={**values, **model},
+        model={**TINY, "init_std": 0.2, "loop": {"preset": "operloop", "options": {"shared": True}}, **model},
         data={"source": "synthetic:addition", "options": {"digits": 2}},
         optim={"lr": 3e-3, "min_lr": 3e-4, "warmup": 1},
         train={"steps": 2, "seq_len": 32, "batch_size": 4, "checkpoint_every": 2, "valid_every": 2, "valid_batches": 1},
