@@ -21,7 +21,7 @@ from looptim.report import Run, styles_of
 from looptim.rundir import claimed
 from looptim.study import load_plan
 from looptim.study.figures import _state_norm, draw
-from looptim.study.grid import Meter
+from looptim.study.grid import Meter, is_finished
 from looptim.study.results import QUANTILES, Outcome, estimate, outcomes, paired, spikes, state_growth
 
 ROOT = Path(__file__).parents[1]
@@ -203,13 +203,19 @@ def test_ctrl_c_and_sigterm_leave_a_checkpoint_and_say_how_to_go_on(file, number
     assert f"{4 - (jobs == 1)} of 4 runs are not finished" in (file.parent / "out" / "results.md").read_text()
 
 
-def test_a_run_that_another_study_is_at_is_waited_for(done, file):
+def test_a_run_that_another_study_is_at_comes_last_and_is_waited_for(done, file):
     runs = shutil.copytree(done / "out" / "runs", file.parent / "runs")
-    shutil.rmtree(runs / load_plan(file).cells[0].name)
+    held, other, *_ = load_plan(file).cells
+    for cell in (held, other):
+        shutil.rmtree(runs / cell.name)
     with ThreadPoolExecutor() as pool:
-        with claimed(runs / load_plan(file).cells[0].name, first=True):
+        with claimed(runs / held.name, first=True):
             page = pool.submit(lo.study, file, file.parent / "out", runs=runs, progress=False)
-            time.sleep(12)
+            deadline = time.monotonic() + 300
+            while not is_finished(other, runs):
+                assert time.monotonic() < deadline, "the other run has waited too"
+                time.sleep(0.1)
+            time.sleep(3)
             assert not page.done()
         page.result()
     assert results(file.parent / "out") == results(done / "out")

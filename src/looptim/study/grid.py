@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -78,8 +78,12 @@ def run_grid(plan: Plan, runs: Path, failures: dict[str, str], *, jobs: int, pro
     pool = ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_start_worker, initargs=(os.getpid(), threads, stop))
     try:
         with meter:
-            futures = {pool.submit(_run, cell.config.model_dump(), str(runs / cell.name)): cell for cell in waiting}
-            _follow(futures, meter, failures)
+            _follow(
+                waiting,
+                lambda cell: pool.submit(_run, cell.config.model_dump(), str(runs / cell.name)),
+                meter,
+                failures,
+            )
     except BrokenProcessPool:
         raise ValueError(
             "a worker was killed, perhaps for want of memory; the same command continues, fewer --jobs need less"
@@ -92,12 +96,20 @@ def run_grid(plan: Plan, runs: Path, failures: dict[str, str], *, jobs: int, pro
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _follow(futures: Mapping[Future[str | None], Cell], meter: Meter, failures: dict[str, str]) -> None:
-    pending = set(futures)
-    while pending:
-        done, pending = wait(pending, timeout=1.0, return_when=FIRST_COMPLETED)
+def _follow(
+    waiting: list[Cell], submit: Callable[[Cell], Future[str | None]], meter: Meter, failures: dict[str, str]
+) -> None:
+    futures = {submit(cell): cell for cell in waiting}
+    while futures:
+        done, _ = wait(futures, timeout=1.0, return_when=FIRST_COMPLETED)
         for future in done:
-            cell, failure = futures[future], future.result()
+            cell = futures.pop(future)
+            try:
+                failure = future.result()
+            except rundir.HeldError:
+                # Another study that shares the run is at it, and what it does counts for us too: others come first.
+                futures[submit(cell)] = cell
+                continue
             if failure is not None:
                 failures[cell.name] = failure
             meter.finished(cell, failure)
@@ -132,19 +144,23 @@ def _start_worker(parent: int, threads: int, stop: Event) -> None:
 
 
 def _run(config: dict[str, Any], folder: str) -> str | None:
-    """Train one run, and ask it its task; the reason if it diverged."""
+    """Train one run, and ask it its task; the reason if it diverged. A HeldError if another study is at it."""
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if _stop.is_set():
             raise KeyboardInterrupt
         resolved = Config(**config)
-        _when_free(lambda: train(resolved, folder, resume=True, progress=False))
+        train(resolved, folder, resume=True, progress=False)
         task = task_of(resolved)
         if task is not None:
-            _when_free(lambda: _ask(task, Path(folder)))
+            _ask(task, Path(folder))
         return None
     except DivergedError as error:
         return str(error)
+    except rundir.HeldError:
+        # Where all that is left is held, a study should not spend its time on asking.
+        time.sleep(2)
+        raise
     except KeyboardInterrupt:
         if not _stop.is_set():
             # Not the study but the pool wants this, which is broken and waits for its workers to end.
@@ -157,16 +173,6 @@ def _run(config: dict[str, Any], folder: str) -> str | None:
 def _ask(task: str, folder: Path) -> None:
     with rundir.claimed(folder, first=True):
         evaluate(folder, tasks=[task], limit=PROBLEMS, batch_size=100, quiet=True)
-
-
-def _when_free(work: Callable[[], object]) -> None:
-    while True:
-        try:
-            work()
-            return
-        except rundir.HeldError:
-            # Another study that shares the run is at it, or has just been stopped; what it did counts for us too.
-            time.sleep(2)
 
 
 @final
