@@ -30,6 +30,10 @@ def test_ratios_are_to_the_vanilla_loop_and_agree_with_count():
     assert operloop["mfu"] > 0
 
 
+def test_one_name_may_be_a_string():
+    assert [row["name"] for row in lo.bench("huginn", CONFIG, repeats=1)["rows"]] == ["vanilla", "huginn"]
+
+
 def test_options_belong_to_the_preset_of_the_recipe():
     assert _with_preset(CONFIG, "huginn").model.loop.options == {"inject": "concat"}
     assert _with_preset(CONFIG, "parcae").model.loop.options == {}

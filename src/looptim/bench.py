@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import track
 
 from .config import Config, ModelConfig, TrainConfig
-from .count import count
+from .count import Count, count
 from .logs import gemm_peak
 from .model import LoopedLM
 
@@ -25,8 +25,10 @@ MODEL |= {"kv_heads": 2, "head_dim": 32, "window": 128, "sliding_rotary": 32, "f
 MODEL |= {"dense_layers": 4, "dense_hidden": 1024, "loop": {"preset": "vanilla"}}
 TRAIN: dict[str, Any] = {"batch_size": 4, "seq_len": 512}
 
+COLUMNS = ("transition", "time", "quartiles", "FLOPs", "parameters", "MFU")
 
-def bench(names: Iterable[str] = (), config: Config | None = None, *, repeats: int = 9) -> dict[str, Any]:
+
+def bench(names: str | Iterable[str] = (), config: Config | None = None, *, repeats: int = 9) -> dict[str, Any]:
     """Forward and backward of transitions around the same blocks, as ratios to the vanilla loop.
 
     Args:
@@ -44,9 +46,10 @@ def bench(names: Iterable[str] = (), config: Config | None = None, *, repeats: i
     config = Config(model=ModelConfig(**MODEL), train=TrainConfig(**TRAIN)) if config is None else config
     if not any(segment.loops for segment in config.model.segments):
         raise ValueError(f"layout {config.model.layout!r} has no looped segment; bench compares loops")
+    names = [names] if isinstance(names, str) else names
     settings = config.train
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    configs = {name: _with_preset(config, name) for name in dict.fromkeys(["vanilla", *(names or PRESETS)])}
+    configs = {name: _with_preset(config, name) for name in dict.fromkeys(["vanilla", *(list(names) or PRESETS)])}
     rows_per_step = min(settings.micro_batch or settings.batch_size, settings.batch_size)
     tokens = torch.randint(config.model.vocab_size, (rows_per_step, settings.seq_len), device=device)
 
@@ -63,15 +66,6 @@ def bench(names: Iterable[str] = (), config: Config | None = None, *, repeats: i
     times = rounds({name: training_call(model) for name, model in models.items()}, repeats, device.type)
     peak = gemm_peak(device, settings.dtype)
     counts = {name: count(c) for name, c in configs.items()}
-    base = counts["vanilla"]
-    table = []
-    for name, counted in counts.items():
-        low, middle, high = _quartiles([turn[name] / turn["vanilla"] for turn in times])
-        flops = 3 * sum(counted.flops.values())
-        seconds = statistics.median(turn[name] for turn in times)
-        ratios = {"time": middle, "time_quartiles": [low, high], "flops": flops / (3 * sum(base.flops.values()))}
-        sizes = {"parameters": sum(counted.parameters.values()) / sum(base.parameters.values())}
-        table.append({"name": name, **ratios, **sizes, "mfu": flops * tokens.numel() / seconds / peak})
     return {
         "model": f"layout {config.model.layout}, width {config.model.width}, {settings.dtype}"
         + (", compiled" if settings.compile else ""),
@@ -81,8 +75,29 @@ def bench(names: Iterable[str] = (), config: Config | None = None, *, repeats: i
         "repeats": repeats,
         "gemm_peak": peak,
         "seconds": statistics.median(turn["vanilla"] for turn in times),
-        "rows": table,
+        "rows": [_row(name, times, counts, tokens.numel() / peak) for name in configs],
     }
+
+
+def _row(name: str, times: list[dict[str, float]], counts: Mapping[str, Count], tokens_per_peak: float) -> dict:
+    low, middle, high = _quartiles([turn[name] / turn["vanilla"] for turn in times])
+    ratios = counts[name].ratios(counts["vanilla"])
+    training_flops = 3 * sum(counts[name].flops.values())
+    return {
+        "name": name,
+        "time": middle,
+        "time_quartiles": [low, high],
+        "flops": ratios["flops"]["total"],
+        "parameters": ratios["parameters"]["total"],
+        "mfu": training_flops * tokens_per_peak / statistics.median(turn[name] for turn in times),
+    }
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row as the strings of `COLUMNS`."""
+    low, high = row["time_quartiles"]
+    ratios = [f"{row[key]:.3f}" for key in ("flops", "parameters")]
+    return [row["name"], f"{row['time']:.3f}", f"{low:.2f} to {high:.2f}", *ratios, f"{row['mfu']:.1%}"]
 
 
 def _with_preset(config: Config, name: str) -> Config:

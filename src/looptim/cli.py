@@ -323,6 +323,7 @@ def bench(
 ) -> None:
     """Measure what a transition costs here: time, FLOPs and parameters of a training step over the vanilla loop's."""
     import looptim
+    from looptim.bench import COLUMNS, cells
 
     if set and not recipe:
         raise ValueError("--set changes a recipe; give --recipe too, such as --recipe recipes/nano.toml")
@@ -333,18 +334,7 @@ def bench(
     print(f"{answer['model']}; {answer['device']}, {answer['threads']} threads")
     print(f"vanilla: {answer['seconds']:.3g} s for {answer['tokens']:,} tokens, forward + backward")
     print(f"MFU is of {answer['gemm_peak'] / 1e9:,.0f} GFLOP/s, a large matmul; all else is a ratio to vanilla")
-    rows = [
-        [
-            row["name"],
-            f"{row['time']:.3f}",
-            "{:.2f} to {:.2f}".format(*row["time_quartiles"]),
-            f"{row['flops']:.3f}",
-            f"{row['parameters']:.3f}",
-            f"{row['mfu']:.1%}",
-        ]
-        for row in answer["rows"]
-    ]
-    _print_table(["transition", "time", "quartiles", "FLOPs", "parameters", "MFU"], rows)
+    _print_table(list(COLUMNS), [cells(row) for row in answer["rows"]])
 
 
 def _print_table(header: list[str], rows: list[list[str]]) -> None:
