@@ -104,34 +104,18 @@ def count(
 ) -> None:
     """Count parameters, FLOPs and cache bytes by component, and as ratios to another recipe, without allocating."""
     import looptim
+    from looptim.count import component_cells, convention_cells
 
     ours = looptim.count(looptim.load_config(recipe, set=set or ()), seq_len=seq_len)
     other = looptim.count(looptim.load_config(against), seq_len=seq_len) if against else None
-    ratios = ours.ratios(other) if other else None
     if json:
+        ratios = ours.ratios(other) if other else None
         print(json_module.dumps({**ours.as_dict(), "ratios": ratios}, indent=2, ensure_ascii=False))
         return
     print(f"{recipe}: {ours.name}, {ours.distinct_blocks} distinct blocks, depth {ours.depth}, {ours.seq_len} tokens")
-    parts = list(dict.fromkeys([*ours.parameters, *ours.flops]))
-    columns = (ours.parameters, ours.active, ours.flops)
-    _print_table(
-        ["component", "parameters", "active", "forward FLOPs/token"],
-        [[part, *(f"{column[part]:,.0f}" if part in column else "" for column in columns)] for part in parts],
-    )
-    conventions = {
-        "parameters": ours.parameter_conventions(),
-        "active": ours.active_conventions(),
-        "flops": ours.flop_conventions(),
-        "kv cache": {"per sequence": ours.kv_bytes},
-    }
-    _print_table(
-        ["quantity", "convention", "value", *([f"ratio to {against}"] if ratios else [])],
-        [
-            [quantity, name, f"{value:,.0f}", *([f"{ratios[quantity].get(name, float('nan')):.3f}"] if ratios else [])]
-            for quantity, values in conventions.items()
-            for name, value in values.items()
-        ],
-    )
+    _print_table(["component", "parameters", "active", "forward FLOPs/token"], component_cells(ours))
+    header = ["quantity", "convention", "value", *([f"ratio to {against}"] if other else [])]
+    _print_table(header, convention_cells(ours, other))
     print(f"training FLOPs per token: {3 * sum(ours.flops.values()):,.0f} (three forward passes)")
     print(f"KV cache: {ours.kv_bytes_per_token:,} bytes per token while no window is full (bf16, a slot per layer)")
 

@@ -91,6 +91,29 @@ class Count:
         }
 
 
+def component_cells(ours: Count) -> list[list[str]]:
+    """The components as rows of strings: parameters, active ones, FLOPs."""
+    columns = (ours.parameters, ours.active, ours.flops)
+    parts = dict.fromkeys([*ours.parameters, *ours.flops])
+    return [[part, *(f"{column[part]:,.0f}" if part in column else "" for column in columns)] for part in parts]
+
+
+def convention_cells(ours: Count, other: Count | None = None) -> list[list[str]]:
+    """The totals under each convention as rows of strings, with their ratios to another model's."""
+    ratios = ours.ratios(other) if other else None
+    conventions = {
+        "parameters": ours.parameter_conventions(),
+        "active": ours.active_conventions(),
+        "flops": ours.flop_conventions(),
+        "kv cache": {"per sequence": ours.kv_bytes},
+    }
+    return [
+        [quantity, name, f"{value:,.0f}", *([f"{ratios[quantity].get(name, float('nan')):.3f}"] if ratios else [])]
+        for quantity, values in conventions.items()
+        for name, value in values.items()
+    ]
+
+
 def count(config: Config | ModelConfig, *, seq_len: int | None = None) -> Count:
     """Parameters and FLOPs of a model, without allocating it.
 
