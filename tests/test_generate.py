@@ -98,7 +98,7 @@ def test_greedy_generation_equals_the_argmax_of_the_full_forward(trained):
     assert text == tokenizer.decode(ids[len(tokenizer.encode(prompt)) :])
 
 
-def test_an_export_replaces_an_export_and_nothing_else(trained, tmp_path):
+def test_an_export_replaces_an_export_and_nothing_else(trained, tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     assert lo.export(trained, tmp_path / "mine") == lo.export(trained, tmp_path / "mine")
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
@@ -106,6 +106,9 @@ def test_an_export_replaces_an_export_and_nothing_else(trained, tmp_path):
     with pytest.raises(ValueError, match="exists and is no exported model"):
         lo.export(trained, tmp_path / "mine")
     assert (trained / "checkpoints").is_dir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="is the current folder, which an export would replace"):
+        lo.export(trained, ".")
 
 
 def test_an_export_with_other_loops_runs_them(tmp_path):
@@ -133,6 +136,37 @@ def test_what_no_cache_holds_is_generated_without(change):
     single = [lo.generate(model, tokenizer, p, max_new_tokens=6, temperature=0).split("\n")[0] for p in prompts]
     assert complete(model, tokenizer, prompts, max_new_tokens=6) == single
     assert model.training
+
+
+def test_only_the_whole_stop_ends_an_answer(trained):
+    model, tokenizer = lo.load(trained)
+    free = complete(model, tokenizer, ["12+34="], max_new_tokens=6, stop="\0")[0]
+    assert complete(model, tokenizer, ["12+34="], max_new_tokens=6, stop="@@" + free[0])[0] == free
+
+
+def test_an_empty_prompt_is_completed_as_it_is_generated(trained):
+    model, tokenizer = lo.load(trained)
+    alone = lo.generate(model, tokenizer, "", max_new_tokens=6, temperature=0).split("\n")[0]
+    for prompts in ([""], ["", "12345"]):
+        assert complete(model, tokenizer, prompts, max_new_tokens=6)[0] == alone
+
+
+def test_answers_end_where_the_model_does(trained):
+    model, tokenizer = lo.load(trained)
+    assert len(complete(model, tokenizer, ["1" * 30], max_new_tokens=6)[0]) <= 2
+    with pytest.raises(ValueError, match="the prompt has 32 tokens, but max_length is 32"):
+        complete(model, tokenizer, ["1" * 32], max_new_tokens=6)
+
+
+def test_a_seed_of_generate_leaves_the_global_generator_alone(trained):
+    model, tokenizer = lo.load(trained)
+    torch.manual_seed(5)
+    expected = torch.rand(2)
+    torch.manual_seed(5)
+    lo.generate(model, tokenizer, "1", max_new_tokens=4, seed=3)
+    assert torch.equal(torch.rand(2), expected)
+    with pytest.raises(ValueError, match=r"top_p must lie between 0 and 1, got 1.5"):
+        lo.generate(model, tokenizer, "1", top_p=1.5)
 
 
 def test_no_mass_is_the_likeliest_token(trained):

@@ -20,9 +20,11 @@ from transformers import (
     TrainingArguments,
     pipeline,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from looptim.config import ModelConfig
 from looptim.hf import LoopedConfig, LoopedForCausalLM, LoopedModel
+from looptim.hf.slots import eager_attention
 from looptim.model import LoopedLM
 
 
@@ -67,6 +69,8 @@ def test_what_is_derived_ignores_what_was_stored():
         ({"num_experts_per_tok": 9}, "top_k .9. must not exceed"),
         ({"num_attention_heads": 3}, "heads .3. must be a multiple of kv_heads"),
         ({"loop": {"preset": "operlop"}}, "did you mean 'operloop'"),
+        ({"width": 64}, "width goes by hidden_size"),
+        ({"loop": {"preset": "vanilla", "options": {"steps": 5}}}, "steps is no option of a loop; it comes from model"),
     ],
 )
 def test_a_bad_config_is_one_sentence(change, message):
@@ -124,6 +128,20 @@ def test_packed_sequences_do_not_see_each_other():
         packed = model(torch.cat([first, second], dim=1), position_ids=positions, **options).logits
         assert_same(packed[:, :9], model.looped(first))
         assert_same(packed[:, 9:], model.looped(second))
+
+
+def test_attention_is_told_the_positions_by_which_flash_sees_packed_sequences():
+    seen = []
+
+    def recording(module, query, key, value, attention_mask, scaling, **kwargs):
+        seen.append(kwargs.get("position_ids"))
+        return eager_attention(module, query, key, value, attention_mask, scaling)
+
+    ALL_ATTENTION_FUNCTIONS.register("recording", recording)
+    model, positions = wrapped(), torch.tensor([[0, 1, 2, 0, 1]])
+    model.config._attn_implementation = "recording"
+    model(tokens(1, 5), position_ids=positions, use_cache=False)
+    assert len(seen) == 8 and all(torch.equal(given, positions) for given in seen)
 
 
 @pytest.mark.parametrize(
@@ -297,6 +315,9 @@ def test_loops_that_cannot_be_changed_are_refused(tmp_path):
     with pytest.raises(ValueError, match=message):
         model.set_loops(2)
     assert model.config.loops is None and len(model.slots) == 8
+    model.config.loops = 2
+    with pytest.raises(ValueError, match=r"config.loops was changed to 2; call set_loops\(2\)"):
+        model(tokens())
     with pytest.raises(ValueError, match=message):
         AutoModelForCausalLM.from_pretrained(tmp_path, loops=2)
     with pytest.raises(ValueError, match="layout '4' has no looped segment"):

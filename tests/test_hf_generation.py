@@ -213,6 +213,25 @@ def test_a_token_shift_refuses_the_cache_and_generates_without():
         assert torch.equal(model.looped(generated)[0, 7:-1].argmax(-1), generated[0, 8:])
 
 
+def test_a_projection_of_ones_own_that_mixes_tokens_is_decoded_without_a_cache(monkeypatch):
+    class Before(lo.Projection):
+        mixes_tokens = True
+
+        def forward(self, ctx):
+            return lo.maps.Shift(), ctx.e
+
+    def before(width, steps):
+        parts = lo.build("vanilla", width=width, steps=steps).transitions[0]
+        transition = lo.Transition(Before(), parts.objective, parts.rule, write=lo.presets.IdentityWrite())
+        return lo.Loop(transition, width=width, steps=steps)
+
+    monkeypatch.setitem(lo.PRESETS, "before", before)
+    model = wrapped(loop={"preset": "before"})
+    assert not model.caches
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model.generate(tokens(1, 8), **GREEDY)
+
+
 def test_a_token_shift_refuses_padding_on_the_left():
     model = wrapped(loop=SHIFTED)
     mask = torch.ones(2, 20, dtype=torch.long)

@@ -76,7 +76,7 @@ def test_every_preset_trains_every_parameter_and_sees_no_later_token(preset):
     out.loss.backward()
     assert out.loss.isfinite()
     for name, p in model.named_parameters():
-        assert p.grad is not None and p.grad.isfinite().all(), name
+        assert p.grad is not None and p.grad.isfinite().all() and p.grad.any(), name
     model.double().eval()
     changed = batch.clone()
     changed[:, 7:] = (changed[:, 7:] + 1) % SIZES["vocab_size"]
@@ -197,6 +197,13 @@ def test_a_shared_transition_runs_any_number_of_loops():
     assert torch.equal(model(tokens(), loops=5), longer(tokens()))
     with pytest.raises(ValueError, match="loop-specific parameters for 3 steps and cannot run 5"):
         LoopedLM(config(), seed=0)(tokens(), loops=5)
+    for loops in (0, -1, True, 2.0):
+        with pytest.raises(ValueError, match="steps must be a whole number of at least 1, got"):
+            model(tokens(), loops=loops)
+    with pytest.raises(ValueError, match="steps must be 2 whole numbers"):
+        model.loss(tokens(), tokens(), loops=torch.tensor([], dtype=torch.long))
+    with pytest.raises(ValueError, match="layout '3' has no looped segment, so loops=5 cannot be run"):
+        LoopedLM(config(layout="3", preset="none"), seed=0)(tokens(), loops=5)
 
 
 def test_trace_looks_inside_a_model():

@@ -278,6 +278,11 @@ class Config(Strict):
         if self.train.loops.scheme == "parcae" and self.model.balance == "per_visit":
             # Sequences end together, so that the first visit of one is a later visit of another.
             raise ValueError("train.loops.scheme = 'parcae' needs model.balance = 'pooled', not 'per_visit'")
+        if self.train.loops.scheme != "fixed" and all(segment.loops is None for segment in self.model.segments):
+            raise ValueError(
+                f"train.loops.scheme ({self.train.loops.scheme}) needs a loop, and model.layout "
+                f"({self.model.layout}) has none"
+            )
         return self
 
     def to_toml(self) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 def export(run: str | Path, out: str | Path | None = None) -> Path:
     """Write the model of a run's last checkpoint, with its config and tokenizer, to `out`; RUN/model by default."""
     out = Path(run) / "model" if out is None else Path(out)
+    if out.resolve() == Path.cwd():
+        raise ValueError(f"{out} is the current folder, which an export would replace; give one inside it")
     if out.exists() and not _is_export(out):
         raise ValueError(f"{out} exists and is no exported model; give a folder that is not there yet")
     model, tokenizer = load(run)
@@ -58,7 +62,8 @@ def open_model(path: str | Path) -> tuple[LoopedLM, Tokenizer]:
     if checkpoint.latest(path) is not None:
         return load(path)
     if (path / "config.json").is_file():
-        wrapped = _hf().LoopedForCausalLM.from_pretrained(path)
+        with _no_progress_bar():
+            wrapped = _hf().LoopedForCausalLM.from_pretrained(path)
         model = wrapped.looped.eval()
         if wrapped.config.loops is not None:
             model.config = model.config.with_loops(wrapped.config.loops)
@@ -75,11 +80,22 @@ def wrap(model: LoopedLM, *, loops: int | None = None) -> LoopedForCausalLM:
 
 def _hf():
     try:
-        from transformers.utils import logging
-
         from . import hf
     except ImportError as error:
         raise ValueError(f"this needs transformers ({error}); pip install 'looptim[hf]'") from None
-    # A bar for the loading of a few tensors would run into the text that is streamed.
-    logging.disable_progress_bar()
     return hf
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """A bar for the loading of a few tensors would run into the text that is streamed."""
+    _hf()
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

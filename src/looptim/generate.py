@@ -30,12 +30,10 @@ def generate(
     """The continuation of a prompt; temperature 0 is greedy. `stream` is given the text piece by piece as it comes."""
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be a number that is not negative, got {temperature}; 0 is greedy")
+    if top_p is not None and not 0 <= top_p <= 1:
+        raise ValueError(f"top_p must lie between 0 and 1, got {top_p}")
     ids = tokenizer.encode(prompt) or [tokenizer.eos]
-    room = model.config.max_length - len(ids)
-    if room < 1:
-        raise ValueError(f"the prompt has {len(ids)} tokens, but max_length is {model.config.max_length}; shorten it")
-    if seed is not None:
-        torch.manual_seed(seed)
+    room = _room(model, len(ids))
     sampling = {
         "do_sample": True,
         "temperature": temperature,
@@ -43,7 +41,7 @@ def generate(
         "top_p": 1.0 if top_p is None else top_p,
     }
     device = model.embedding.weight.device
-    with _wrapped(model, loops) as wrapped:
+    with _wrapped(model, loops) as wrapped, _seeded(seed):
         out = wrapped.generate(
             torch.tensor([ids], device=device),
             attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=device),
@@ -76,10 +74,12 @@ def complete(
 def _complete(
     wrapped: Any, tokenizer: Tokenizer, prompts: Sequence[str], max_new_tokens: int, stop: str, batch_size: int
 ) -> list[str]:
-    ends = {tokenizer.eos, *tokenizer.encode(stop)[-1:]}
+    # The end of a longer stop may come without the rest of it.
+    last = tokenizer.encode(stop)
+    ends = {tokenizer.eos, *(last if len(last) == 1 else [])}
     answers: list[str] = []
     for first in range(0, len(prompts), batch_size):
-        rows = [tokenizer.encode(prompt) for prompt in prompts[first : first + batch_size]]
+        rows = [tokenizer.encode(prompt) or [tokenizer.eos] for prompt in prompts[first : first + batch_size]]
         length = max(map(len, rows))
         padded = [[tokenizer.eos] * (length - len(row)) + row for row in rows]
         tokens = torch.tensor(padded, device=wrapped.device)
@@ -87,7 +87,7 @@ def _complete(
         out = wrapped.generate(
             tokens,
             attention_mask=mask,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=min(max_new_tokens, _room(wrapped.looped, length)),
             use_cache=wrapped.caches,
             do_sample=False,
             eos_token_id=sorted(ends),
@@ -95,6 +95,25 @@ def _complete(
         )
         answers += [tokenizer.decode(row.tolist()).split(stop)[0] for row in out[:, length:]]
     return answers
+
+
+def _room(model: LoopedLM, length: int) -> int:
+    """How many tokens may follow a prompt."""
+    room = model.config.max_length - length
+    if room < 1:
+        raise ValueError(f"the prompt has {length} tokens, but max_length is {model.config.max_length}; shorten it")
+    return room
+
+
+@contextmanager
+def _seeded(seed: int | None) -> Iterator[None]:
+    """Draw from `seed`, and leave the global generators as they were, for whoever trains meanwhile."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
 
 
 @contextmanager

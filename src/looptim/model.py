@@ -12,12 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from .config import Layer, ModelConfig
 from .loop import Loop, build
-from .nn import IGNORE, Attention, Block, CausalSlot, Head, MoE, MoEStats, RMSNorm, SwiGLU, rope_table
+from .nn import IGNORE, Attend, Attention, Block, CausalSlot, Head, MoE, MoEStats, RMSNorm, SwiGLU, rope_table
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Rope = tuple[Tensor, Tensor]
 
 
@@ -96,11 +95,12 @@ class LoopedLM(nn.Module):
         grad_loops: int | None = None,
     ) -> Output:
         """Mean cross entropy of the targets (-100 is ignored), and what balances the experts."""
+        h = self.embed(tokens)
         if not isinstance(targets, Tensor) or targets.shape != tokens.shape:
             given = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
             raise ValueError(f"targets must have the shape of tokens, {tuple(tokens.shape)}, got {given}")
         self.check_vocabulary(targets.masked_fill(targets == IGNORE, 0))
-        h, stats = self.hidden(self.embed(tokens), loops=loops, total_loops=total_loops, grad_loops=grad_loops)
+        h, stats = self.hidden(h, loops=loops, total_loops=total_loops, grad_loops=grad_loops)
         cross_entropy = self.head(h, targets)
         auxiliary = auxiliary_loss(stats)
         loads: dict[str, list[Tensor]] = {}
@@ -149,8 +149,11 @@ class LoopedLM(nn.Module):
         `grad_loops` are `steps`, `total` and `grad_steps` of every loop. `observe` is given the output of every
         unrolled layer.
         """
-        most = max(int(loops.max()), total_loops or 0) if isinstance(loops, Tensor) else loops
-        config = self.config if most is None else self.config.with_loops(most)
+        config = self.config
+        if loops is not None:
+            if not self.loops:
+                raise ValueError(f"layout {config.layout!r} has no looped segment, so loops={loops} cannot be run")
+            config = config.with_loops(cast(Loop, self.loops[0]).count_steps(loops, len(h), total=total_loops))
         stats: list[tuple[int, MoEStats]] = []
 
         def run(h: Tensor, layers: Sequence[tuple[Layer, Visit]], begun: Tensor | None = None) -> Tensor:
@@ -238,6 +241,9 @@ def _run_blocks(
 
 def _build_loop(config: ModelConfig, loops: int | None) -> Loop:
     assert loops is not None
+    for name in config.loop.options.keys() & {"name", "width", "steps"}:
+        source = {"name": "loop.preset", "width": "model.width", "steps": "model.layout"}[name]
+        raise ValueError(f"{name} is no option of a loop; it comes from {source}")
     return build(config.loop.preset, width=config.width, steps=loops, **config.loop.options)
 
 

@@ -28,6 +28,10 @@ import looptim as lo
         ({"name": "operloop", "objective": "l2"}, r"unknown objective 'l2'; known: delta, inner_product"),
         ({"name": "huginn", "inject": "cat"}, r"unknown inject 'cat'.* known: add, concat"),
         ({"name": "parcae", "gain": 3}, r"unknown gain 3; known: exact, euler"),
+        ({"name": "operloop", "shared": "False"}, r"shared of operloop must be true or false, got 'False'"),
+        ({"name": "operloop", "read_init": "x"}, r"read_init of operloop must be a number or none, got 'x'"),
+        ({"name": "recirculation", "alpha": True}, r"alpha of recirculation must be a number, got True"),
+        ({"name": "parcae_aligned", "seed": 0.5}, r"seed of parcae_aligned must be a whole number, got 0.5"),
     ],
 )
 def test_a_mistake_gets_one_clear_sentence(arguments, message):
@@ -113,6 +117,9 @@ def test_any_callable_can_be_the_blocks():
         TakesMask(),
         lambda o: o,
         functools.partial(torch.add, other=1),
+        # Wrappers that take anything ask what they wrap.
+        torch.compile(linear, backend="eager"),
+        nn.DataParallel(linear),
     ):
         assert loop(e, blocks).shape == e.shape
     for blocks in (TakesStep(), lambda o, step: o * step, lambda *arguments: arguments[0] * arguments[1]):
@@ -168,6 +175,36 @@ def test_each_sequence_may_have_its_own_number_of_steps(name, options):
     torch.testing.assert_close(longer, together)
     for row, steps in enumerate([2, 5, 1]):
         torch.testing.assert_close(together[row : row + 1], loop(e[row : row + 1], torch.tanh, steps=steps))
+
+
+def test_a_sequence_that_waits_is_traced_where_it_waits():
+    loop, e = lo.build("operloop", width=8, steps=3, shared=True), torch.randn(2, 2, 8)
+    with lo.trace(loop) as trace:
+        loop(e, torch.tanh, steps=torch.tensor([1, 3]))
+    for before, after in zip(trace.state[:2], trace.state[1:3], strict=True):
+        assert torch.equal(before[0], after[0]) and not torch.equal(before[1], after[1])
+    for H, state, read in zip(trace.input_map, trace.state, trace.read, strict=False):
+        torch.testing.assert_close(H.read(state), read)
+
+
+def test_a_start_or_a_read_out_of_another_shape_is_refused():
+    transition, e = lo.build("operloop", width=8, steps=1).transitions[0], torch.randn(1, 2, 8)
+    with pytest.raises(ValueError, match=r"the read-out gave a tensor of shape \(1, 2, 4, 8\)"):
+        lo.Loop([transition], width=8, start=lo.state.Copies(4), readout=lo.state.Linear(8))(e, torch.tanh)
+    with pytest.raises(ValueError, match=r"the start gave a state of shape \(1, 2, 8\); .* must be \(B, T, r, d\)"):
+        lo.Loop([transition], width=8, start=nn.Identity())(e, torch.tanh)
+
+
+def test_parts_that_do_not_fit_together_say_so():
+    parts = lo.build("operloop", width=8, steps=1).transitions[0]
+    e = torch.randn(1, 2, 8)
+    blind = lo.Transition(parts.projection, parts.objective, parts.rule, features=None)
+    with pytest.raises(ValueError, match="a gate looks at the features of the state"):
+        lo.Loop([blind], width=8, start=lo.state.Copies(4))(e, torch.tanh)
+    gated = lo.rules.GradientDescent(lo.controls.GatedStep(8), lo.controls.ConstantDecay())
+    streams = lo.Transition(parts.projection, parts.objective, gated)
+    with pytest.raises(ValueError, match="takes a vector state"):
+        lo.Loop([streams], width=8, start=lo.state.Copies(4))(e, torch.tanh)
 
 
 def test_backpropagation_can_be_truncated_to_the_last_steps():

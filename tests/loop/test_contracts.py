@@ -209,6 +209,48 @@ def test_maps_stay_in_fp32_under_autocast():
     assert trace.input_map[0].h.dtype == trace.step_size[0].dtype == trace.decay[0].dtype == torch.float32
 
 
+@pytest.mark.parametrize("preset", ["operloop", "hyperloop", "operloop_bounded", "operloop_muon"])
+def test_autocast_changes_no_value_of_a_transition(preset):
+    loop = scramble(lo.build(preset, width=16, steps=2)).eval()
+    e = torch.randn(2, 6, 16)
+    with lo.trace(loop) as plain:
+        loop(e, torch.tanh)
+    with torch.autocast("cpu", torch.bfloat16), lo.trace(loop) as cast:
+        loop(e, torch.tanh)
+    for name in ("state", "step_size", "decay"):
+        for here, there in zip(getattr(plain, name), getattr(cast, name), strict=True):
+            torch.testing.assert_close(here, there, rtol=1e-6, atol=1e-6)
+
+
+def test_a_gate_of_channels_is_computed_in_fp32_under_autocast():
+    step = scramble(lo.controls.GatedStep(16))
+    ctx = lo.Context(torch.randn(2, 6, 1, 16), None, torch.randn(2, 6, 16))
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = step(ctx, 1.0)
+    torch.testing.assert_close(cast, step(ctx, 1.0), rtol=1e-6, atol=1e-6)
+
+
+def test_a_decay_that_is_a_matrix_is_applied_in_fp32_under_autocast():
+    Y, matrix = torch.randn(1, 2, 4, 8), torch.randn(4, 4)
+    expected = lo.rules.descend(Y, torch.zeros_like(Y), 0.3, lo.controls.StreamMatrix(matrix))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = lo.rules.descend(Y, torch.zeros_like(Y), 0.3, lo.controls.StreamMatrix(matrix))
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("preset", ["operloop", "operloop_bounded"])
+def test_what_is_written_to_a_bf16_state_is_not_rounded(preset):
+    loop, seen = lo.build(preset, width=16, steps=2).bfloat16(), []
+    loop(torch.randn(1, 2, 16).bfloat16(), torch.tanh, observe=lambda _, record: seen.append(record))
+    assert [record.o.dtype for record in seen] == [torch.bfloat16] * 2
+    assert [record.x.write(record.g).dtype for record in seen] == [torch.float32] * 2
+
+
+def test_noise_in_bf16_has_as_many_values_as_bf16_has():
+    start = lo.state.Noise(64, std=1.0)
+    assert start(torch.zeros(8, 64, 64, dtype=torch.bfloat16)).unique().numel() > 700
+
+
 def test_noise_differs_between_tokens_in_training_and_follows_the_seed_in_eval():
     loop = lo.build("parcae", width=16, steps=2)
     e = torch.randn(1, 2, 16)

@@ -146,6 +146,28 @@ def test_align_returns_an_aligned_loop_as_it_is():
     assert lo.align(loop) is loop
 
 
+def test_align_keeps_the_mode():
+    assert not lo.align(lo.build("hyperloop", width=WIDTH, steps=2).eval()).training
+
+
+def test_a_loop_without_values_cannot_be_asked():
+    with torch.device("meta"):
+        loop = lo.build("hyperloop", width=WIDTH, steps=2)
+        assert lo.diagnose(lo.build("vanilla", width=WIDTH, steps=2)).aligned, "which has no parameters"
+    for ask in (lo.diagnose, lo.describe, lo.check_gradient):
+        with pytest.raises(ValueError, match="hyperloop is on the meta device and has no values"):
+            ask(loop)
+
+
+def test_the_letters_of_a_rule_are_explained():
+    assert "β = 0.5" in lo.describe(lo.build("operloop_heavyball", width=WIDTH, steps=2)).where
+
+
+def test_only_a_module_can_be_traced():
+    with pytest.raises(ValueError, match="trace looks inside a module, got str"), lo.trace("x"):
+        pass
+
+
 def test_a_token_shift_cannot_be_aligned():
     loop = lo.build("full_bandwidth", width=WIDTH, steps=2, token_shift=True)
     assert "earlier tokens" in str(lo.diagnose(loop))

@@ -17,7 +17,6 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from ..loop import Loop
-from ..loop.projections import Shifted
 from ..model import LoopedLM, auxiliary_loss
 from ..nn import Head, MoEStats
 from .config import KINDS, LoopedConfig
@@ -76,6 +75,7 @@ class LoopedModel(PreTrainedModel):
                 raise ValueError(f"layout {self.config.layout!r} has no looped segment, so loops={loops} cannot be set")
             for loop in self.looped.loops:
                 cast(Loop, loop).schedule(loops)
+        self._loops = loops
         config = self.looped.config if loops is None else self.looped.config.with_loops(loops)
         kinds = [KINDS[layer.kind] for layer in config.layers()]
         return nn.ModuleList(AttentionSlot(self.config, index, kind) for index, kind in enumerate(kinds))
@@ -117,6 +117,8 @@ class LoopedModel(PreTrainedModel):
         **kwargs: Any,
     ) -> tuple[Tensor, list[tuple[int, MoEStats]], dict[str, Any]]:
         """The normed output of the coda, what the MoE layers tell, and the fields that every output has."""
+        if self.config.loops != self._loops:
+            raise ValueError(f"config.loops was changed to {self.config.loops}; call set_loops({self.config.loops})")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds, and not both")
         # Continuous batching brings its own cache.
@@ -143,7 +145,13 @@ class LoopedModel(PreTrainedModel):
         kwargs = kwargs | {"output_attentions": True} if wants else kwargs
         attend = [
             functools.partial(
-                slot, attention_mask=masks[slot.layer_type], past_key_values=past_key_values, weights=weights, **kwargs
+                slot,
+                attention_mask=masks[slot.layer_type],
+                # Flash attention sees packed sequences by their positions.
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                weights=weights,
+                **kwargs,
             )
             for slot in cast("list[AttentionSlot]", self.slots)
         ]
@@ -186,7 +194,7 @@ class LoopedModel(PreTrainedModel):
     @property
     def shifted(self) -> bool:
         """Whether a token reads the state of the one before, which padding on the left would change."""
-        return any(isinstance(module, Shifted) for module in self.looped.loops.modules())
+        return any(getattr(module, "mixes_tokens", False) for module in self.looped.loops.modules())
 
     @property
     def _narrow(self) -> bool:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .maps import vector
 from .part import Context, Gate, Part, full_precision, wide
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class GatedStep(Step):
 
     def forward(self, ctx: Context, previous: float | Tensor) -> Float[Tensor, "B T 1 d"]:
         with full_precision(ctx.e):
-            z = wide(torch.cat([ctx.Y.squeeze(-2), ctx.e], dim=-1))
+            z = wide(torch.cat([vector(ctx.Y), ctx.e], dim=-1))
             return torch.sigmoid(-F.linear(z, self.W.to(z.dtype), self.b.to(z.dtype))).unsqueeze(-2)
 
 

@@ -75,7 +75,7 @@ def describe(loop: Loop) -> Description:
     require("loop", loop, Loop)
     steps = loop.schedule()
     rules = [t.rule for t in steps]
-    parts = [[t.projection, t.write, t.rule.step, t.rule.decay, t.objective] for t in steps]
+    parts = [[t.projection, t.write, t.rule.step, t.rule.decay, t.rule, t.objective, t.target] for t in steps]
     where = [getattr(part, "where", "") for part in itertools.chain.from_iterable(parts)]
     return Description(
         name=loop.name,

@@ -124,7 +124,7 @@ def align(loop: Loop) -> Loop:
         readout=loop.readout,
         name=f"{loop.name}_aligned",
         summary=f"The aligned twin of {loop.name}: the error is written through the map the state is read with.",
-    )
+    ).train(loop.training)
 
 
 def _map_of(transition: Transition, loop: Loop) -> Map:
@@ -188,10 +188,12 @@ def _autograd_step(transition: Transition, carry: Carry, record: Record) -> Tens
 
 def _float64_copy(loop: Loop, *, perturb: float = 0.0) -> Loop:
     """A copy in float64 on the CPU, in eval mode, its parameters randomly changed by about `perturb`."""
+    if any(tensor.is_meta for tensor in itertools.chain(loop.parameters(), loop.buffers())):
+        raise ValueError(f"{loop.name} is on the meta device and has no values; build it on another")
     loop = copy.deepcopy(loop).to("cpu", torch.float64).eval()
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator("cpu").manual_seed(1)
     for p in loop.parameters() if perturb else ():
-        noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        noise = torch.randn(p.shape, generator=generator, dtype=p.dtype, device="cpu")
         p.data.add_(perturb * (noise / math.sqrt(p.shape[-1]) if p.dim() > 1 else 0.3 * noise))
     return loop
 
@@ -204,10 +206,10 @@ def _changed(loop: Loop) -> Loop | None:
 
 def _run(loop: Loop) -> Iterator[tuple[Transition, Carry, Record]]:
     """Every step of the loop on random inputs, with a fixed random network in place of the blocks."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
     M = normal(loop.width, loop.width) / math.sqrt(loop.width)
     e = normal(2, 5, loop.width)
@@ -249,8 +251,8 @@ def _writes_forward(map: Map, g: Tensor) -> bool:
 
 def _dot_product_test(map: Map, record: Record) -> float:
     """`<H v, g> = <v, H^T g>` for a random `v`; `H v` is the derivative of the read, which nonlinear maps have too."""
-    generator = torch.Generator().manual_seed(2)
-    v = torch.randn(record.ctx.Y.shape, generator=generator, dtype=torch.float64)
+    generator = torch.Generator("cpu").manual_seed(2)
+    v = torch.randn(record.ctx.Y.shape, generator=generator, dtype=torch.float64, device="cpu")
     Hv = torch.func.jvp(map.read, (record.ctx.Y,), (v,))[1]
     scale = (Hv.norm() * record.g.norm()).clamp_min(1e-300)
     return (((Hv * record.g).sum() - (v * map.write(record.g)).sum()).abs() / scale).item()

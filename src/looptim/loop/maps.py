@@ -42,11 +42,11 @@ class Map(ABC):
         return True
 
 
-def _row(Y: Tensor) -> Tensor:
-    """The only row of a vector state."""
+def vector(Y: Tensor) -> Tensor:
+    """A vector state without its axis of streams, of which it has one."""
     if Y.shape[-2] != 1:
         raise ValueError(
-            f"this map reads a vector state (r = 1), but the state has {Y.shape[-2]} streams; use maps.Streams"
+            f"this part takes a vector state (r = 1), but the state has {Y.shape[-2]} streams; use one over streams"
         )
     return Y.squeeze(-2)
 
@@ -62,7 +62,7 @@ class Identity(Map):
     """
 
     def read(self, Y: Float[Tensor, "B T 1 d"]) -> Float[Tensor, "B T d"]:
-        return _row(Y)
+        return vector(Y)
 
     def write(self, g: Float[Tensor, "B T d"]) -> Float[Tensor, "B T 1 d"]:
         return g.unsqueeze(-2)
@@ -80,7 +80,7 @@ class Diagonal(Map):
     a: Tensor
 
     def read(self, Y: Float[Tensor, "B T 1 d"]) -> Float[Tensor, "B T d"]:
-        return (self.a * _row(Y)).to(Y.dtype)
+        return (self.a * vector(Y)).to(Y.dtype)
 
     def write(self, g: Float[Tensor, "B T d"]) -> Float[Tensor, "B T 1 d"]:
         return (self.a * g).unsqueeze(-2)
@@ -100,7 +100,7 @@ class Dense(Map):
     def read(self, Y: Float[Tensor, "B T 1 d"]) -> Float[Tensor, "B T d"]:
         self._check(Y.shape[-1], self.W.shape[1], "reads")
         # Autocast would take the state to bf16.
-        return F.linear(_row(Y), self.W.to(Y.dtype)).to(Y.dtype)
+        return F.linear(vector(Y), self.W.to(Y.dtype)).to(Y.dtype)
 
     def write(self, g: Float[Tensor, "B T d"]) -> Float[Tensor, "B T 1 d"]:
         self._check(g.shape[-1], self.W.shape[0], "writes")
@@ -145,7 +145,7 @@ class Shift(Map):
     """
 
     def read(self, Y: Float[Tensor, "B T 1 d"]) -> Float[Tensor, "B T d"]:
-        return F.pad(_row(Y)[:, :-1], (0, 0, 1, 0))
+        return F.pad(vector(Y)[:, :-1], (0, 0, 1, 0))
 
     def write(self, g: Float[Tensor, "B T d"]) -> Float[Tensor, "B T 1 d"]:
         return F.pad(g[:, 1:], (0, 0, 0, 1)).unsqueeze(-2)
@@ -200,5 +200,5 @@ class Pullback(Map):
         return self.fn(Y)
 
     def write(self, g: Float[Tensor, "B T d"]) -> Float[Tensor, "B T r d"]:
-        vjp = torch.func.vjp(self.fn, self.Y)[1]
-        return vjp(g)[0]
+        o, vjp = torch.func.vjp(self.fn, self.Y)[:2]
+        return vjp(g.to(o.dtype))[0]

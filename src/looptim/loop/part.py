@@ -97,7 +97,9 @@ class Gate(nn.Module):
         self.b = nn.Parameter(torch.full((outputs,), float(bias)))
         self.gain = gain
 
-    def forward(self, z: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
+    def forward(self, z: Float[Tensor, "*batch inputs"] | None) -> Float[Tensor, "*batch outputs"]:
+        if z is None:
+            raise ValueError("a gate looks at the features of the state, but its Transition has features=None")
         if z.shape[-1] != self.W.shape[1]:
             raise ValueError(
                 f"a gate built for {self.W.shape[1]} features got {z.shape[-1]}; "

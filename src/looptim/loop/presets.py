@@ -11,6 +11,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from numbers import Integral, Real
 from typing import Any, TypeVar, final
 
 from .controls import (
@@ -71,7 +72,29 @@ def build(name: str, *, width: int, steps: int, **options: Any) -> Loop:
     for key, value in {"width": width, "steps": steps, "streams": options.get("streams", 1)}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{key} must be a whole number of at least 1, got {value!r}")
+    for key in options.keys() & parameters.keys():
+        _check_option(name, parameters[key], options[key])
     return preset(width, steps, **options)
+
+
+KINDS: dict[str, tuple[type, str]] = {
+    "bool": (bool, "true or false"),
+    "int": (Integral, "a whole number"),
+    "float": (Real, "a number"),
+    "None": (type(None), "none"),
+}
+"""What the annotation of an option says of its value; a word, or whatever else, is for the preset to check."""
+
+
+def _check_option(preset: str, option: inspect.Parameter, value: Any) -> None:
+    # Recipes and --set bring whatever was written there, and the text "False" would count as true.
+    given = option.annotation if isinstance(option.annotation, str) else inspect.formatannotation(option.annotation)
+    if not KINDS.keys() >= set(given.split(" | ")):
+        return
+    kinds = [KINDS[word] for word in given.split(" | ")]
+    if not any(isinstance(value, kind) and (kind is bool) == isinstance(value, bool) for kind, _ in kinds):
+        wanted = " or ".join(words for _, words in kinds)
+        raise ValueError(f"{option.name} of {preset} must be {wanted}, got {value!r}")
 
 
 def choose(what: str, value: str, known: Mapping[str, T]) -> T:

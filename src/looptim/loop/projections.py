@@ -21,6 +21,8 @@ class Projection(Part):
     """Gives `(H, b)` at a state; `b` is None where there is none. `map_symbol` is the letter of `H` alone."""
 
     map_symbol: str = "H"
+    mixes_tokens: bool = False
+    """Whether a token reads the state of another one, which no KV cache holds: decoding then runs without a cache."""
 
     @abstractmethod
     def forward(self, ctx: Context) -> tuple[Map, Float[Tensor, "B T d"] | None]:
@@ -216,6 +218,8 @@ class Shifted(Projection):
     'y_{i−1}'
     """
 
+    mixes_tokens = True
+
     def __init__(self, projection: Projection):
         super().__init__()
         self.projection = projection
@@ -288,5 +292,5 @@ class BoundedRead(Projection):
 
     def forward(self, ctx: Context) -> tuple[Map, None]:
         H = self.map(ctx)
-        c = wide(self.log_c).exp().to(ctx.Y.dtype)
-        return Pullback(lambda Y: c * torch.tanh(H.read(Y) / c), ctx.Y), None
+        c = wide(self.log_c).exp()
+        return Pullback(lambda Y: (c * torch.tanh(H.read(wide(Y)) / c)).to(Y.dtype), wide(ctx.Y)), None

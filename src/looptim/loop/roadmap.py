@@ -42,7 +42,7 @@ def operloop_muon(width: int, steps: int, *, streams: int = 4, shared: bool = Fa
 
 @register
 def operloop_hyperball(width: int, steps: int, *, streams: int = 4, shared: bool = False) -> Loop:
-    """OperLoop on a sphere: the state keeps its norm and the step size is the angle it turns by."""
+    """OperLoop on a sphere: the state keeps its norm, and the step size says how far it turns."""
     return _operloop_with(width, steps, streams=streams, shared=shared, rule=lambda step, decay: Hyperball(step))
 
 

@@ -61,7 +61,8 @@ def descend(Y: Tensor, direction: Tensor, eta: float | Tensor, lam: float | Tens
     tensor(2.5000)
     """
     if isinstance(lam, StreamMatrix):
-        kept = Y - eta * (lam.matrix @ Y.to(lam.matrix.dtype))
+        with full_precision(Y):
+            kept = Y - eta * (lam.matrix @ Y.to(lam.matrix.dtype))
     else:
         keep = 1 - eta * lam
         if isinstance(keep, float) and keep == 0.0:
@@ -96,6 +97,7 @@ class MomentumRule(Rule):
         if not 0 <= beta < 1:
             raise ValueError(f"beta, the momentum over loops, must lie in [0, 1), got {beta}")
         self.beta = beta
+        self.where = f"β = {beta:g}"
 
     def init(self, Y: Tensor) -> Carry:
         return super().init(Y)._replace(memory=0 * wide(Y))
@@ -200,8 +202,8 @@ def _norm(Y: Tensor) -> Tensor:
 class Hyperball(Rule):
     """`Y' = |Y| V / |V|`, `V = Y - eta |Y| G / |G|`: the state keeps its norm (after Wen et al., 2026).
 
-    Each step turns the state by an angle the step size alone decides; a decay would only rescale what is normalised
-    away, so there is none.
+    A step turns the state by at most arcsin(eta), and by arctan(eta) where the gradient is orthogonal to it; a decay
+    would only rescale what is normalised away, so there is none.
 
     >>> from looptim.loop.controls import ConstantStep
     >>> rule, Y = Hyperball(ConstantStep()), torch.tensor([[[[3.0, 4.0]]]])

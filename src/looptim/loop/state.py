@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor, nn
 
-from .part import Part
+from .part import Part, wide
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -59,9 +59,10 @@ class Noise(Part):
         self.fixed: Tensor
 
     def forward(self, e: Float[Tensor, "B T d"]) -> Float[Tensor, "B T 1 d"]:
-        y = self.std * _truncated_normal(torch.rand_like(e)) if self.training else self.fixed.to(e.dtype)
+        # bf16 has too few numbers between 0 and 1 to draw from.
+        y = self.std * _truncated_normal(torch.rand_like(wide(e))) if self.training else self.fixed
         # Tied to e by a zero, so that the first step sees the same kind of tensor as the later ones.
-        return (y + 0 * e).unsqueeze(-2)
+        return (y.to(e.dtype) + 0 * e).unsqueeze(-2)
 
 
 def _truncated_normal(uniform: Tensor, sigmas: float = 3.0) -> Tensor:

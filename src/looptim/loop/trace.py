@@ -52,6 +52,8 @@ def trace(module: nn.Module) -> Iterator[Trace]:
     >>> len(seen.state), len(seen.read), seen.step_size[0].shape
     (4, 3, torch.Size([1, 2, 1, 1]))
     """
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"trace looks inside a module, got {type(module).__name__}")
     loops = [m for m in module.modules() if isinstance(m, Loop)]
     if not loops:
         raise ValueError(f"there is no looptim.Loop inside this {type(module).__name__}: nothing to trace")

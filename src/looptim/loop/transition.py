@@ -244,34 +244,43 @@ class Loop(nn.Module):
         if grad_steps is not None and grad_steps < 1:
             raise ValueError(f"grad_steps must be at least 1, got {grad_steps}; without it all steps have a gradient")
         wants_step = _takes_step(blocks)
-        counts = self._check_counts(steps, e) if isinstance(steps, Tensor) else None
-        schedule = self.schedule(max(int(steps.max()), total or 0) if isinstance(steps, Tensor) else steps)
+        schedule = self.schedule(self.count_steps(steps, len(e), total=total))
+        counts = steps.to(e.device) if isinstance(steps, Tensor) else None
         first_grad = 0 if grad_steps is None else len(schedule) - grad_steps
         Y = self.start(e)
+        if Y.dim() != 4 or Y.shape[:2] != e.shape[:2]:
+            raise ValueError(
+                f"the start gave a state of shape {tuple(Y.shape)}; for {tuple(e.shape)} it must be (B, T, r, d)"
+            )
         carry = schedule[0].rule.init(Y)
         for index, transition in enumerate(schedule):
             at_step = _at_step(blocks, index) if wants_step else blocks
             before = Y, carry
             with torch.no_grad() if index < first_grad else nullcontext():
                 if observe is None:
-                    Y, carry = transition(Y, e, at_step, carry)
+                    record, (Y, carry) = None, transition(Y, e, at_step, carry)
                 else:
                     record = transition.step(Y, e, at_step, carry)
-                    observe(transition, record)
                     Y, carry = record.Y, record.carry
             if counts is not None:
                 Y, carry = _where_begun(counts >= len(schedule) - index, (Y, carry), before)
-        return self.readout(Y)
+            if observe is not None and record is not None:
+                observe(transition, record._replace(Y=Y, carry=carry))
+        h = self.readout(Y)
+        _same_shape(h, e, "the read-out", "the loop's input")
+        return h
 
-    def _check_counts(self, steps: Tensor, e: Tensor) -> Tensor:
-        """Numbers of steps, one per sequence, that this loop can run."""
+    def count_steps(self, steps: int | Int[Tensor, " B"] | None, batch: int, *, total: int | None = None) -> int:
+        """How many steps a call runs; a ValueError where this loop cannot run `steps`."""
+        if not isinstance(steps, Tensor):
+            return len(self.schedule(steps))
         if not self.shared:
             raise ValueError(
                 f"{self.name} has loop-specific parameters and cannot run as many steps as a sequence asks"
             )
-        if steps.shape != e.shape[:1] or steps.is_floating_point() or not (steps >= 1).all():
-            raise ValueError(f"steps must be {e.shape[0]} whole numbers of at least 1, one per sequence, got {steps}")
-        return steps.to(e.device)
+        if steps.shape != (batch,) or steps.is_floating_point() or not (steps >= 1).all():
+            raise ValueError(f"steps must be {batch} whole numbers of at least 1, one per sequence, got {steps}")
+        return max(int(steps.max()), total or 0)
 
     def schedule(self, steps: int | None = None) -> list[Transition]:
         """The transition of every step."""
@@ -320,6 +329,10 @@ def _takes_step(blocks: Callable[..., Tensor]) -> bool:
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     second = positional[1] if len(positional) > 1 else None
     if second is None:
+        # A module that takes anything is a wrapper, of torch.compile or DDP: what it wraps knows.
+        inner = getattr(blocks, "_orig_mod", None) or getattr(blocks, "module", None)
+        if isinstance(blocks, nn.Module) and not positional and callable(inner):
+            return _takes_step(cast(Any, inner))
         return any(p.kind is p.VAR_POSITIONAL for p in parameters)
     # An optional second argument of another name is something else, the mask of a torch layer for instance.
     return second.name == "step" or second.default is second.empty

@@ -1,6 +1,6 @@
 """Parts of the backbone: torch only, each usable alone."""
 
-from .attention import Attention, CausalSlot, causal_attention
+from .attention import Attend, Attention, CausalSlot, causal_attention
 from .block import Block
 from .head import IGNORE, Head
 from .moe import Experts, MoE, MoEStats, Router, Routing, SwiGLU, balance_update
@@ -9,6 +9,7 @@ from .rope import apply_rope, rope_table
 
 __all__ = [
     "IGNORE",
+    "Attend",
     "Attention",
     "Block",
     "CausalSlot",

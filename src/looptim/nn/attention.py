@@ -48,7 +48,8 @@ def causal_attention(
         )
     if window is None or window >= q.shape[2]:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    if q.is_cuda and HAS_TRITON and q.dtype != torch.float64:
+    # Its kernels take heads of 16 or more.
+    if q.is_cuda and HAS_TRITON and q.dtype != torch.float64 and q.shape[-1] >= 16:
         return flex_window_attention(q, k, v, window)
     return blocked_window_attention(q, k, v, window)
 

@@ -65,7 +65,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             part = slice(int(rows[0]), int(rows[-1]) + 1)
             x, y = h[part].to(dtype), targets[part]
             counts = (y != IGNORE).unsqueeze(-1)
-            y = y.clamp_min(0).unsqueeze(-1)
+            # Only what is ignored: another wrong target must fail in gather, not count as token 0.
+            y = y.masked_fill(y == IGNORE, 0).unsqueeze(-1)
             s = x @ W.T
             normaliser = s.logsumexp(-1, keepdim=True)
             total += ((normaliser - s.gather(-1, y)) * counts).sum()
@@ -80,5 +81,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        # With create_graph: the gradients that were kept are constants, whose own derivative would be a silent zero.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("this loss has no second derivative; use F.cross_entropy on the logits of the head")
         grad_h, grad_W = (None if g is None else g * grads[0].to(g.dtype) for g in ctx.saved_tensors)
         return grad_h, grad_W, None, None, None

@@ -94,7 +94,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Float[Tensor, "tokens width"], routing: Routing) -> Float[Tensor, "tokens width"]:
         num_experts, top_k = self.gate.shape[0], routing.indices.shape[1]
-        # Many short keys sort 3x faster on a CPU; a stable sort makes the order of the sums reproducible.
+        # Many short keys sort 3x faster on a CPU; a stable sort makes the order of the sums reproducible there.
         experts, order = routing.indices.flatten().to(torch.int16).sort(stable=True)
         ids = torch.arange(num_experts, device=x.device, dtype=torch.int16)
         ends = torch.searchsorted(experts, ids, right=True, out_int32=True)
