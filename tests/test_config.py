@@ -136,3 +136,38 @@ def test_options_belong_to_their_preset_and_their_source(tmp_path):
     other = lo.load_config(tmp_path / "a.toml", set=["loop.preset=hyperloop", "data.source=synthetic:hop"])
     assert (other.model.loop.options, other.data.options) == ({}, {})
     assert other.data.tokenizer == "bytes"
+
+
+def test_the_order_of_overrides_does_not_matter(tmp_path):
+    (tmp_path / "r.toml").write_text(
+        '[model]\nlayout = "1-1x2-1"\n[loop]\npreset = "operloop"\noptions = {step = "unit"}\n'
+    )
+    changes = [
+        "loop.options.streams=2",
+        "loop.preset=hyperloop",
+        "data.options.digits=3",
+        "data.source=synthetic:addition",
+    ]
+    for order in (changes, changes[::-1]):
+        config = lo.load_config(tmp_path / "r.toml", set=order)
+        assert config.model.loop.options == {"streams": 2}
+        assert config.data.options == {"digits": 3}
+
+
+def test_a_layout_may_be_a_number(tmp_path):
+    (tmp_path / "r.toml").write_text('[model]\nlayout = "1-1x2-1"\n')
+    assert lo.load_config(tmp_path / "r.toml", set=["model.layout=4"]).model.layout == "4"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('base = ["a.toml"]', r"base must be the path of another recipe, got \['a.toml'\]"),
+        ('[lop]\npreset = "vanilla"', "unknown key 'lop', did you mean 'loop'"),
+    ],
+)
+def test_what_only_a_recipe_has_is_known_too(tmp_path, text, message):
+    (tmp_path / "r.toml").write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        lo.load_config(tmp_path / "r.toml")
+    assert "\n" not in str(error.value)

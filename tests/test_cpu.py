@@ -24,6 +24,13 @@ def test_a_dying_probe_switches_amx_off_and_is_remembered(machine, tmp_path):
     assert os.environ.pop(cpu.VARIABLE) == "AVX512_CORE_BF16"
 
 
+def test_a_probe_that_fails_for_another_reason_is_not_remembered(machine, tmp_path):
+    machine.setattr(cpu, "PROBE", "raise MemoryError")
+    cpu.guard_bf16()
+    assert os.environ.pop(cpu.VARIABLE) == "AVX512_CORE_BF16"
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_working_amx_is_left_alone(machine):
     machine.setattr(cpu, "PROBE", "")
     cpu.guard_bf16()

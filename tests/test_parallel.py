@@ -71,6 +71,50 @@ def test_a_checkpoint_of_one_process_continues_on_two(twenty_steps, tmp_path):
     assert max(losses(half)) == 20
 
 
+def test_what_makes_a_run_small_or_random_gives_the_losses_of_one_process_on_two(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    shared = {"loop": {"preset": "huginn", "options": {"start": "prelude"}}, "init_std": 0.3}
+    loops = {"scheme": "parcae", "mean": 3.0, "grad_loops": 2}
+    small = config(model=shared, steps=4, valid_every=4, micro_batch=1, activation_checkpointing=True, loops=loops)
+    recipe.write_text(small.to_toml())
+    done = run_training(2, recipe, tmp_path / "two")
+    assert done.returncode == 0, done.stderr
+    one = losses(lo.train(small, tmp_path / "one", progress=False))
+    for step, loss in losses(tmp_path / "two").items():
+        assert loss == pytest.approx(one[step], rel=1e-4), step
+
+
+def test_what_the_first_process_fails_at_is_said_once(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(config(data={"source": "nowhere.txt", "options": {}}).to_toml())
+    done = run_training(2, recipe, tmp_path / "run")
+    assert done.returncode != 0
+    assert done.stderr.count("data source 'nowhere.txt' matches no file") == 1
+    # One traceback is torchrun's own, none that of a process whose peer has gone.
+    assert done.stderr.count("Traceback") <= 1 and "Connection closed" not in done.stderr
+    assert not Path(tmp_path / "run").exists()
+
+
+TWICE = """
+import sys
+import looptim as lo
+for name in ("first", "second"):
+    lo.train(lo.load_config(sys.argv[1]), f"{sys.argv[2]}/{name}", progress=False)
+"""
+
+
+def test_processes_can_train_twice(tmp_path):
+    (tmp_path / "recipe.toml").write_text(config(steps=3, valid_every=3).to_toml())
+    (tmp_path / "twice.py").write_text(TWICE)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, *launch, str(tmp_path / "twice.py"), str(tmp_path / "recipe.toml"), str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "first") == losses(tmp_path / "second") != {}
+
+
 def test_more_processes_than_the_batch_can_feed(tmp_path):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(config(batch_size=3).to_toml())

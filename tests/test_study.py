@@ -209,7 +209,7 @@ def test_a_run_that_another_study_is_at_comes_last_and_is_waited_for(done, file)
     for cell in (held, other):
         shutil.rmtree(runs / cell.name)
     with ThreadPoolExecutor() as pool:
-        with claimed(runs / held.name, first=True):
+        with claimed(runs / held.name):
             page = pool.submit(lo.study, file, file.parent / "out", runs=runs, progress=False)
             deadline = time.monotonic() + 300
             while not is_finished(other, runs):

@@ -14,10 +14,12 @@ import torch
 from tiny import TINY
 
 import looptim as lo
+import looptim.model
 from looptim import checkpoint
 from looptim.config import Config
 from looptim.logs import environment
 from looptim.model import LoopedLM
+from looptim.optim import MuonAdamW, learning_rate
 from looptim.parallel import World
 from looptim.rundir import HeldError, claimed, difference
 from looptim.updates import _mix, sample_loops
@@ -75,6 +77,23 @@ def test_the_loss_falls(tmp_path):
     run = lo.train(config(steps=60, checkpoint_every=60, valid_every=60), tmp_path / "run", progress=False)
     values = list(losses(run).values())
     assert sum(values[-5:]) < 0.7 * sum(values[:5])
+
+
+def test_the_optimizer_gets_the_schedule_and_clipped_gradients(tmp_path, monkeypatch):
+    seen, step_of = [], MuonAdamW.step
+
+    def step(self, *arguments):
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        seen.append(({group["lr"] for group in self.param_groups}, torch.nn.utils.get_total_norm(gradients).item()))
+        return step_of(self, *arguments)
+
+    monkeypatch.setattr(MuonAdamW, "step", step)
+    lo.train(config(steps=4, valid_every=4, optim={"clip": 1e-3}), tmp_path / "run", progress=False)
+    wanted = [learning_rate(s, peak=3e-3, minimum=3e-4, warmup=2, total=4) for s in range(4)]
+    assert [lrs for lrs, _ in seen] == [{lr} for lr in wanted]
+    assert [norm for _, norm in seen] == pytest.approx([1e-3] * 4, rel=1e-3)
+    assert list(losses(tmp_path / "run", "lr").values()) == wanted
+    assert len(set(wanted)) == 4
 
 
 def test_load_gives_the_trained_model(straight):
@@ -162,6 +181,18 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume_from(straight, tmp_path, monkeypat
     assert losses(tmp_path / "run") == losses(straight)
 
 
+@pytest.mark.parametrize("loops", [{}, {"scheme": "huginn", "mean": 3.0}])
+def test_what_is_random_in_the_forward_resumes_bit_for_bit(tmp_path, loops):
+    noisy = {"model": {"loop": {"preset": "huginn"}}, "loops": loops, "valid_every": 6}
+    whole = lo.train(config(steps=6, **noisy), tmp_path / "whole", progress=False)
+    (tmp_path / "cut" / "checkpoints").mkdir(parents=True)
+    for name in ("config.toml", "checkpoints/step_000003"):
+        (tmp_path / "cut" / name).symlink_to(whole / name)
+    torch.rand(17)
+    cut = losses(lo.train(config(steps=6, **noisy), tmp_path / "cut", resume=True, progress=False))
+    assert cut == {step: loss for step, loss in losses(whole).items() if step > 3}
+
+
 def test_a_full_disk_is_one_sentence_and_no_broken_checkpoint(tmp_path, monkeypatch):
     module = sys.modules["looptim.checkpoint"]
 
@@ -169,7 +200,7 @@ def test_a_full_disk_is_one_sentence_and_no_broken_checkpoint(tmp_path, monkeypa
         raise OSError(28, "No space left on device")
 
     lo.train(config(steps=3, valid_every=3), tmp_path / "run", progress=False)
-    monkeypatch.setattr(module, "_write_synced", full)
+    monkeypatch.setattr(module, "write_whole", full)
     with pytest.raises(OSError, match=r"could not write the checkpoint of step 6 .*No space left on device"):
         lo.train(config(), tmp_path / "run", resume=True, force=True, progress=False)
     assert checkpoint.latest(tmp_path / "run").name == "step_000003"
@@ -199,11 +230,37 @@ def test_the_auxiliary_loss_weighs_every_sequence_alike(tmp_path):
 @pytest.mark.parametrize(
     ("change", "close"), [({"activation_checkpointing": True}, 1e-5), ({"dtype": "bf16"}, 0.05), ({"keep_every": 3}, 0)]
 )
-def test_options_of_a_run(straight, tmp_path, change, close):
+def test_options_of_a_run(straight, tmp_path, monkeypatch, change, close):
+    regions, autocast, loss_of = [], set(), LoopedLM.loss
+    again = looptim.model.checkpoint
+
+    def loss(*arguments, **options):
+        autocast.add(torch.is_autocast_enabled("cpu"))
+        return loss_of(*arguments, **options)
+
+    monkeypatch.setattr(looptim.model, "checkpoint", lambda *a, **b: regions.append(a[0]) or again(*a, **b))
+    monkeypatch.setattr(LoopedLM, "loss", loss)
     run = lo.train(config(**change), tmp_path / "run", progress=False)
     assert losses(run)[12] == pytest.approx(losses(straight)[12], rel=close, abs=0)
+    # Every unrolled layer of every update is a region of its own.
+    assert len(regions) == (12 * 4 if "activation_checkpointing" in change else 0)
+    assert autocast == {"dtype" in change}
     if "keep_every" in change:
         assert len(list((run / "checkpoints").iterdir())) == 4
+
+
+def test_a_compiled_run_has_its_blocks_compiled(tmp_path, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(LoopedLM, "compile_blocks", lambda model: compiled.append(model))
+    lo.train(config(steps=3, valid_every=3, compile=True), tmp_path / "run", progress=False)
+    assert len(compiled) == 1
+
+
+def test_every_visit_may_have_a_bias_of_its_own(tmp_path):
+    run = lo.train(config(model={"balance": "per_visit"}), tmp_path / "run", progress=False)
+    bias = lo.load(run)[0].blocks[1].feedforward.bias
+    assert bias.shape[0] == 2 and bias.abs().max() <= 12 * 5e-3 + 1e-7
+    assert bias.any(1).all() and not torch.equal(bias[0], bias[1])
 
 
 @pytest.mark.parametrize("scheme", ["huginn", "parcae"])
@@ -232,7 +289,8 @@ def test_sequences_of_different_depth_share_no_bias_per_visit():
 
 
 def test_any_seed_will_do():
-    assert _mix(3, 5, 1) == (3 * 1_000_003 + 5) * 65_537 + 1
+    drawn = {_mix(seed, step, rank) for seed in range(3) for step in range(500) for rank in range(8)}
+    assert len({number % 2**32 for number in drawn}) == 3 * 500 * 8
     torch.manual_seed(_mix(10**12, 5, 1))
     torch.Generator().manual_seed(_mix(10**12, 5, 1))
 
@@ -245,17 +303,17 @@ def test_without_git_a_run_has_no_commit(monkeypatch):
 def test_only_a_held_lock_is_another_process(tmp_path, monkeypatch):
     import fcntl
 
-    with claimed(tmp_path / "run", first=True), pytest.raises(HeldError, match="another process is at work"):
-        claimed(tmp_path / "run", first=True).__enter__()
+    with claimed(tmp_path / "run"), pytest.raises(HeldError, match="another process is at work"):
+        claimed(tmp_path / "run").__enter__()
     # The error of what is done in the folder is not one of the folder.
-    with pytest.raises(PermissionError, match="elsewhere"), claimed(tmp_path / "run", first=True):
+    with pytest.raises(PermissionError, match="elsewhere"), claimed(tmp_path / "run"):
         raise PermissionError("elsewhere")
 
     def no_locks(*_):
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    with claimed(tmp_path / "run", first=True):
+    with claimed(tmp_path / "run"):
         pass
 
 
@@ -286,6 +344,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path):
         ({"optim": {"min_lr": 1.0}}, r"optim.min_lr \(1.0\) must not exceed optim.lr"),
         ({"data": {"source": "synthetic:additon"}}, "addition"),
         ({"model": {"vocab_size": 100}}, "100"),
+        ({"track": ["wandbb"]}, "track"),
+        ({"model": {"layout": "3", "loop": {"preset": "none"}}, "loops": {"scheme": "huginn"}}, "needs a loop"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_sentence(tmp_path, change, message):
@@ -305,8 +365,37 @@ def test_a_run_is_not_overwritten_nor_continued_with_another_config(straight, tm
 
 def test_an_unwritable_folder_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="cannot write to"):
-        lo.train(config(), tmp_path / "file" / "run", progress=False)
+    for out in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(ValueError, match=r"cannot write to .*; choose another --out"):
+            lo.train(config(data={"source": "nowhere.txt"}), out, progress=False)
+
+
+def test_checkpoints_without_a_config_are_somebodys(straight, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step_000009").symlink_to(straight / "checkpoints" / "step_000009")
+    with pytest.raises(ValueError, match="already holds a run"):
+        lo.train(config(), tmp_path, progress=False)
+
+
+def test_a_run_that_came_while_the_data_was_packed_is_not_overwritten(tmp_path, monkeypatch):
+    module = sys.modules["looptim.train"]
+    opened = module._open
+
+    def meanwhile(*arguments, **options):
+        monkeypatch.undo()
+        lo.train(config(steps=3, valid_every=3, seed=1), tmp_path / "run", progress=False)
+        return opened(*arguments, **options)
+
+    monkeypatch.setattr(module, "_open", meanwhile)
+    with pytest.raises(ValueError, match="already holds a run"):
+        lo.train(config(), tmp_path / "run", progress=False)
+    assert lo.load_config(tmp_path / "run" / "config.toml").train.seed == 1
+
+
+def test_other_data_is_not_continued_with(tmp_path):
+    run = lo.train(config(steps=3, valid_every=3), tmp_path / "run", progress=False)
+    with pytest.raises(ValueError, match=r"the data of .* has changed since its checkpoint"):
+        lo.train(config(data={"options": {"digits": 3}}), run, resume=True, force=True, progress=False)
 
 
 def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path):
@@ -338,20 +427,34 @@ def test_a_run_can_be_used_without_its_data(tmp_path):
 def test_two_processes_cannot_train_into_one_folder(tmp_path):
     from looptim.rundir import claimed
 
-    with claimed(tmp_path / "run", first=True), pytest.raises(ValueError, match="another process is at work in"):
+    with claimed(tmp_path / "run"), pytest.raises(ValueError, match="another process is at work in"):
         lo.train(config(), tmp_path / "run", progress=False)
 
 
-def test_a_damaged_checkpoint_is_said_to_be_and_which_one_is_left(tmp_path):
+def test_a_damaged_checkpoint_is_said_to_be_and_which_one_is_left(tmp_path, caplog):
     run = lo.train(config(steps=6, valid_every=6), tmp_path / "run", progress=False)
     newest = checkpoint.latest(run)
     shard = next(newest.glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"step_000006 is damaged .*; delete it, and step_000003 is used instead"):
         lo.train(config(), run, resume=True, force=True, progress=False)
-    (newest / "checkpoint.json").write_text("{")
-    with pytest.raises(ValueError, match=r"step_000006 is damaged \(checkpoint.json"):
+    (newest / ".metadata").unlink()
+    caplog.clear()
+    with pytest.raises(ValueError, match="step_000006 is damaged"):
         lo.load(run)
+    assert not caplog.records
+    for text in ("{", "{}", "[]"):
+        (newest / "checkpoint.json").write_text(text)
+        with pytest.raises(ValueError, match=r"step_000006 is damaged \(checkpoint.json"):
+            lo.load(run)
+
+
+def test_lines_of_metrics_that_are_none_are_dropped(tmp_path):
+    run = lo.train(config(steps=3, valid_every=3), tmp_path / "run", progress=False)
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"loss": 1}\n7\n\xff\xfe\n{"step": "x"}\n')
+    lo.train(config(steps=4, valid_every=4), run, resume=True, force=True, progress=False)
+    assert sorted(losses(run)) == [1, 2, 3, 4]
 
 
 def test_checkpoints_are_ordered_by_number_and_foreign_folders_left_alone(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import warnings
@@ -15,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
+from .disk import sync, write_whole
 from .model import LoopedLM
 from .parallel import World
 
@@ -43,11 +43,10 @@ def save(run: Path, step: int, model: LoopedLM, optimizer: Optimizer, record: di
         # Shard files are synced by DCP's writer; the record and the folders by us.
         dcp.save({"model": weights, "optimizer": state}, checkpoint_id=str(aside), no_dist=world.size == 1)
         if world.first:
-            _write_synced(aside / RECORD, json.dumps({**record, "step": step}, indent=2))
-            _sync_folder(aside)
+            write_whole(aside / RECORD, json.dumps({**record, "step": step}, indent=2))
             shutil.rmtree(final, ignore_errors=True)
             aside.rename(final)
-            _sync_folder(final.parent)
+            sync(final.parent)
     except (Exception, CheckpointException) as error:
         if world.first:
             shutil.rmtree(aside, ignore_errors=True)
@@ -61,6 +60,10 @@ def save(run: Path, step: int, model: LoopedLM, optimizer: Optimizer, record: di
 def load(path: Path, model: LoopedLM, optimizer: Optimizer | None, world: World) -> dict[str, Any]:
     """Fill the model, and the optimizer if given, from a checkpoint, however many processes wrote it."""
     record = read_record(path)
+    metadata = path / ".metadata"
+    # DCP would print the tracebacks of two attempts to read it.
+    if not metadata.is_file() or not metadata.stat().st_size:
+        raise ValueError(f"checkpoint {path} is damaged ({metadata.name} is missing or empty); {_way_out(path)}")
     weights, state = get_state_dict(model, optimizer if optimizer is not None else ())
     target = {"model": weights, "optimizer": state} if optimizer is not None else {"model": weights}
     try:
@@ -90,9 +93,12 @@ def _way_out(path: Path) -> str:
 def read_record(path: Path) -> dict[str, Any]:
     """What a checkpoint says of itself: step, config, versions, data."""
     try:
-        return json.loads((path / RECORD).read_text())
+        record = json.loads((path / RECORD).read_text())
+        if not isinstance(record, dict) or not record.keys() >= {"step", "data"}:
+            raise ValueError("it has no step or no data")
     except ValueError as error:
         raise ValueError(f"checkpoint {path} is damaged ({RECORD}: {error}); {_way_out(path)}") from None
+    return record
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -120,23 +126,6 @@ def prune(run: Path, *, keep_last: int, keep_every: int | None) -> None:
             doomed = path.with_name(f".{path.name}.partial")
             path.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    """Make the names in a folder durable, where the system can."""
-    if os.name == "posix":
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _inner(error: BaseException) -> BaseException:

@@ -131,6 +131,7 @@ def train(
 ) -> None:
     """Train the model of a recipe; under torchrun, on many processes."""
     import looptim
+    from looptim.parallel import ElsewhereError
 
     # Said now, not when the training is over.
     if export and importlib.util.find_spec("transformers") is None:
@@ -141,6 +142,9 @@ def train(
     except KeyboardInterrupt:
         print(f"looptim: stopped; the same command with --resume continues {out}", file=sys.stderr)
         raise typer.Exit(130) from None
+    except ElsewhereError:
+        # The process that failed has said why.
+        raise typer.Exit(2) from None
     if export and os.environ.get("RANK", "0") == "0":
         from looptim.export import export as write
 

@@ -28,9 +28,11 @@ def _one_line(error: ValidationError, config: type[BaseModel]) -> str:
     first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
     where = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(where, config.model_fields, n=1)
+        # A recipe may also have these two, of which a config knows nothing.
+        known = [*config.model_fields, *(("loop", "base") if config is Config else ())]
+        near = difflib.get_close_matches(where, known, n=1)
         hint = f", did you mean {near[0]!r}?" if near else ";"
-        return f"unknown key {where!r}{hint} known: {', '.join(config.model_fields)}"
+        return f"unknown key {where!r}{hint} known: {', '.join(known)}"
     if first["type"] == "missing":
         return f"{where} is missing; give it a value"
     message = first["msg"].removeprefix("Value error, ")
@@ -126,6 +128,12 @@ class ModelConfig(Strict):
     norm_eps: float = Field(1e-5, gt=0)
     loop: LoopConfig = LoopConfig()
 
+    @field_validator("layout", mode="before")
+    @classmethod
+    def _layout_is_text(cls, layout: Any) -> Any:
+        # `--set model.layout=18` comes as a number.
+        return str(layout) if isinstance(layout, int) and not isinstance(layout, bool) else layout
+
     @field_validator("layout")
     @classmethod
     def _layout_parses(cls, layout: str) -> str:
@@ -194,7 +202,7 @@ class ModelConfig(Strict):
 
 
 class OptimConfig(Strict):
-    """Muon and AdamW with one learning rate; the defaults are the paper's 18-layer model (Table 10)."""
+    """Muon and AdamW with one learning rate; the defaults are of the paper's 18 layers (Table 10), but for `warmup`."""
 
     lr: float = Field(7.3e-4, gt=0, description="Peak learning rate.")
     min_lr: float = Field(1e-5, ge=0)
@@ -207,7 +215,7 @@ class LoopSampling(Strict):
     """How many loops an update runs: the layout's number, or a random one for transitions shared over loops."""
 
     scheme: Literal["fixed", "huginn", "parcae"] = "fixed"
-    mean: float = Field(8.0, gt=0, description="Mean number of loops of a random scheme.")
+    mean: float = Field(8.0, gt=0, description="Mean number of loops of a random scheme, to which Huginn's adds one.")
     grad_loops: int | None = Field(None, ge=1, description="Backpropagate through the last so many loops only.")
 
 
@@ -221,7 +229,7 @@ class TrainConfig(Strict):
     micro_batch: int | None = Field(None, ge=1, description="Sequences per forward and process; all by default.")
     dtype: Literal["fp32", "bf16"] = Field("fp32", description="bf16 runs under autocast with fp32 weights.")
     compile: bool = Field(False, description="Compile the blocks.")
-    activation_checkpointing: bool = Field(False, description="Recompute the blocks of a loop step in the backward.")
+    activation_checkpointing: bool = Field(False, description="Recompute each block in the backward.")
     loops: LoopSampling = LoopSampling()
     log_every: int = Field(10, ge=1)
     valid_every: int = Field(250, ge=1)
@@ -229,7 +237,7 @@ class TrainConfig(Strict):
     checkpoint_every: int = Field(250, ge=1)
     keep_last: int = Field(2, ge=1, description="Newest checkpoints kept.")
     keep_every: int | None = Field(None, ge=1, description="Checkpoints at multiples of this step are kept for good.")
-    track: tuple[str, ...] = Field((), description="trackio, wandb, tensorboard.")
+    track: tuple[Literal["trackio", "wandb", "tensorboard"], ...] = ()
 
 
 class DataConfig(Strict):

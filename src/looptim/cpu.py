@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+from .disk import write_whole
 
 VARIABLE = "ONEDNN_MAX_CPU_ISA"
 PROBE = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); (a @ a).sum().item()"
@@ -31,14 +34,13 @@ def _amx_works() -> bool:
     """Try a bf16 matmul in another process, once per machine and boot."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     identity = boot.read_text().strip() if boot.is_file() else "unknown"
-    answer = Path(os.environ.get("LOOPTIM_CACHE", Path.home() / ".cache" / "looptim")) / f"amx-{identity}"
+    answer = Path(os.environ.get("LOOPTIM_CACHE") or "~/.cache/looptim").expanduser() / f"amx-{identity}"
     if answer.is_file():
         return answer.read_text() == "works"
-    works = subprocess.run([sys.executable, "-c", PROBE], capture_output=True).returncode == 0
-    try:
-        answer.parent.mkdir(parents=True, exist_ok=True)
-        answer.write_text("works" if works else "dies")
-    except OSError:
+    status = subprocess.run([sys.executable, "-c", PROBE], capture_output=True).returncode
+    # AMX that is not granted ends in a signal; another failure, want of memory say, tells nothing about it.
+    if status <= 0:
         # A read-only home costs a probe per run, no more.
-        pass
-    return works
+        with contextlib.suppress(OSError):
+            write_whole(answer, "works" if status == 0 else "dies")
+    return status == 0

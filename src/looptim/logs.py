@@ -19,8 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from . import __version__
 from .config import Config
+from .disk import write_whole
 from .parallel import World
-from .rundir import write_whole
 from .track import Sink, open_sinks, scalars
 
 
@@ -123,12 +123,12 @@ def _drop_lines_after(path: Path, step: int) -> None:
     if not path.is_file():
         return
     kept = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
             # From the start again, also the validation before the first update.
             if step and json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-        except ValueError:
+        except (ValueError, KeyError, TypeError):
             continue
     write_whole(path, "".join(kept))
 

@@ -157,15 +157,18 @@ class LoopedLM(nn.Module):
         stats: list[tuple[int, MoEStats]] = []
 
         def run(h: Tensor, layers: Sequence[tuple[Layer, Visit]], begun: Tensor | None = None) -> Tensor:
-            # Whoever observes keeps every layer's output anyway, and must not see it again as it is recomputed.
-            if self.checkpointing and observe is None and torch.is_grad_enabled():
-                h, seen = checkpoint(_run_blocks, h, [visit for _, visit in layers], use_reentrant=False)
-            else:
-                h, seen = _run_blocks(h, [visit for _, visit in layers], observe)
-            # Here, outside of what is recomputed, a visit is counted once.
-            for (layer, _), s in zip(layers, seen, strict=True):
+            # Block by block: only the inputs of blocks are kept, and one block at a time is recomputed.
+            recompute = self.checkpointing and torch.is_grad_enabled()
+            for layer, (block, attend, rope, visit) in layers:
+                if recompute:
+                    h, s = checkpoint(block, h, attend, rope, visit, use_reentrant=False)
+                else:
+                    h, s = block(h, attend, rope, visit)
+                # Here, outside of what is recomputed, a visit is counted and seen once.
                 if s is not None:
                     stats.append((layer.block, s if begun is None else MoEStats(s.load[begun], s.aux_loss[begun])))
+                if observe is not None:
+                    observe(h)
             return h
 
         remaining = self._visits(config, h, positions, attend)
@@ -225,18 +228,6 @@ def auxiliary_loss(stats: Sequence[tuple[int, MoEStats]]) -> Tensor | None:
     """The mean over visits of the mean over their sequences, without its coefficient; None without a MoE layer."""
     means = [seen.aux_loss.mean() for _, seen in stats if len(seen.aux_loss)]
     return torch.stack(means).mean() if means else None
-
-
-def _run_blocks(
-    h: Tensor, visits: Sequence[Visit], observe: Callable[[Tensor], None] | None = None
-) -> tuple[Tensor, list[MoEStats | None]]:
-    stats = []
-    for block, attend, rope, visit in visits:
-        h, seen = block(h, attend, rope, visit)
-        stats.append(seen)
-        if observe is not None:
-            observe(h)
-    return h, stats
 
 
 def _build_loop(config: ModelConfig, loops: int | None) -> Loop:

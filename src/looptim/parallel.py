@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import datetime
+import functools
 import os
-from typing import final
+from collections.abc import Callable
+from typing import TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -14,8 +17,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 
 from .model import LoopedLM
 
+T = TypeVar("T")
+
 PATIENCE = datetime.timedelta(days=1)
 """How long processes wait for what one of them does with files: a corpus is packed for hours."""
+
+
+class ElsewhereError(ValueError):
+    """What the first process failed at, on the others; it is the one to speak."""
 
 
 @final
@@ -55,6 +64,23 @@ class World:
         if self.size > 1:
             dist.barrier(self.waiting)
 
+    def first_does(self, action: Callable[[], T]) -> T | None:
+        """What the first process gets from `action`, for which the others wait, and fail where it fails."""
+        result, error = None, None
+        if self.first:
+            try:
+                result = action()
+            except Exception as raised:
+                error = raised
+        if self.size > 1:
+            said = [None if error is None else str(error)]
+            dist.broadcast_object_list(said, src=0, group=self.waiting)
+            if said[0] is not None and not self.first:
+                raise ElsewhereError(said[0])
+        if error is not None:
+            raise error
+        return result
+
 
 def start() -> World:
     """Join the processes `torchrun` started, or be the only one."""
@@ -62,19 +88,27 @@ def start() -> World:
     cuda = torch.cuda.is_available()
     if size == 1:
         return World(0, 1, torch.device("cuda" if cuda else "cpu"))
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
-        torch.cuda.set_device(device)
+        # Other launchers than torchrun may not say it.
+        local = int(os.environ.get("LOCAL_RANK", int(os.environ.get("RANK", "0")) % torch.cuda.device_count()))
+        torch.cuda.set_device(local)
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     if not dist.is_initialized():
+        # Kept until the process ends, for the next training: one that is made anew would find the keys of the last.
         dist.init_process_group("nccl" if cuda else "gloo")
-    waiting = dist.new_group(backend="gloo", timeout=PATIENCE)
-    assert isinstance(waiting, dist.ProcessGroup)
-    return World(dist.get_rank(), dist.get_world_size(), device, waiting)
+        atexit.register(_leave)
+    return World(dist.get_rank(), dist.get_world_size(), device, _waiting_group())
 
 
-def stop(world: World) -> None:
-    """Leave the processes."""
-    if world.size > 1 and dist.is_initialized():
+@functools.cache
+def _waiting_group() -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _leave() -> None:
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 

@@ -12,15 +12,20 @@ from .config import Config
 
 def load_config(path: str | Path, set: Iterable[str] = ()) -> Config:
     """A recipe from a TOML file, with one level of `base = "other.toml"` and `a.b=c` overrides from `set`."""
-    overrides = [set] if isinstance(set, str) else set
     values = _loop_in_model(_read(Path(path)))
     if "base" in values:
-        base = _loop_in_model(_read(Path(path).parent / values.pop("base")))
+        name = values.pop("base")
+        if not isinstance(name, str):
+            raise ValueError(f"{path}: base must be the path of another recipe, got {name!r}")
+        base = _loop_in_model(_read(Path(path).parent / name))
         if "base" in base:
             raise ValueError(f"{path}: its base has a base itself; only one level is allowed")
-        values = _merge(base, values)
-    for override in overrides:
-        values = _merge(values, _loop_in_model(_parse_override(override)))
+        values = _on_top(base, values)
+    # As one, so that their order does not matter: options are those of the preset that is set before or after them.
+    overrides: dict[str, Any] = {}
+    for override in [set] if isinstance(set, str) else set:
+        overrides = _merge(overrides, _loop_in_model(_parse_override(override)))
+    values = _on_top(values, overrides)
     try:
         return Config(**values)
     except ValueError as error:
@@ -43,16 +48,28 @@ def _loop_in_model(values: dict[str, Any]) -> dict[str, Any]:
     return _merge({k: v for k, v in values.items() if k != "loop"}, {"model": {"loop": values["loop"]}})
 
 
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` on top of `base`, table by table. Options belong to a preset or a source: another starts without them."""
-    merged = dict(base)
+def _on_top(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` on top of `base`. Options belong to a preset or a source: another starts without them."""
+    merged = _merge(base, over)
+    for path, name in ((("model", "loop"), "preset"), (("data",), "source")):
+        before, after, both = (_table(values, path) for values in (base, over, merged))
+        if name in after and after[name] != before.get(name) and "options" in both:
+            both["options"] = after.get("options", {})
+    return merged
+
+
+def _table(values: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+    for key in path:
+        inner = values.get(key)
+        values = inner if isinstance(inner, Mapping) else {}
+    return values
+
+
+def _merge(base: Any, over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` on top of `base`, table by table, in tables of its own."""
+    merged = dict(base) if isinstance(base, Mapping) else {}
     for key, value in over.items():
-        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
-            before, name = merged[key], {"loop": "preset", "data": "source"}.get(key)
-            if name in value and value[name] != before.get(name):
-                before = {k: v for k, v in before.items() if k != "options"}
-            value = _merge(before, value)
-        merged[key] = value
+        merged[key] = _merge(merged.get(key), value) if isinstance(value, Mapping) else value
     return merged
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from .config import Config
 from .data import Tokenizer
+from .disk import write_whole
 from .recipe import load_config
 
 
@@ -20,14 +21,20 @@ class HeldError(ValueError):
 
 def check(folder: Path, config: Config, *, resume: bool, force: bool) -> None:
     """Whether a run directory can be this config's; nothing is written."""
+    _check_writable(folder)
     written = folder / "config.toml"
-    if not written.is_file():
-        return
-    if not resume:
+    if not resume and (written.is_file() or any(folder.glob("checkpoints/step_*"))):
         raise ValueError(f"{folder} already holds a run; add --resume to continue it, or choose another --out")
-    changes = difference(load_config(written), config)
+    changes = difference(load_config(written), config) if written.is_file() else []
     if changes and not force:
         raise ValueError(f"the config of {folder} has changed ({'; '.join(changes)}); undo that, or add --force")
+
+
+def _check_writable(folder: Path) -> None:
+    """Asked before hours are spent on data that a run directory is for."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"cannot write to {folder}: {there} is no folder we may write to; choose another --out")
 
 
 def difference(old: Config, new: Config) -> list[str]:
@@ -46,11 +53,8 @@ def difference(old: Config, new: Config) -> list[str]:
 
 
 @contextmanager
-def claimed(folder: Path, *, first: bool) -> Iterator[None]:
+def claimed(folder: Path) -> Iterator[None]:
     """Hold the run directory while training into it; another process that wants it is told so."""
-    if not first:
-        yield
-        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("w")
@@ -86,16 +90,3 @@ def record(folder: Path, config: Config, environment: dict[str, Any], tokenizer:
         write_whole(folder / "config.toml", config.to_toml())
     except OSError as error:
         raise ValueError(f"cannot write to {folder}: {error.strerror}; make room, or choose another --out") from None
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file aside, sync it and rename it: a reader finds the old one or the new one, whole."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, final
 
+from .disk import write_whole
+
 PROJECT = "looptim"
 """The project under which trackio and wandb list the runs."""
 
@@ -39,8 +41,7 @@ def open_sinks(names: Sequence[str], *, run_dir: Path, config: Mapping[str, Any]
     """
     if isinstance(names, str):
         raise ValueError(f"sinks must be a list of names, got the string {names!r}; write [{names!r}]")
-    # A package that is missing is found before the first sink has created anything.
-    modules = {name: _import(name) for name in names}
+    modules = check_sinks(names)
     sinks: list[Sink] = []
     try:
         for name, module in modules.items():
@@ -50,6 +51,11 @@ def open_sinks(names: Sequence[str], *, run_dir: Path, config: Mapping[str, Any]
             sink.close()
         raise
     return sinks
+
+
+def check_sinks(names: Sequence[str]) -> dict[str, Any]:
+    """The packages of the sinks, or a ValueError; a missing one is found before anything was created or computed."""
+    return {name: _import(name) for name in names}
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
@@ -162,9 +168,5 @@ def _tracking_id(run_dir: Path) -> str:
     if path.is_file() and (known := path.read_text().strip()):
         return known
     fresh = uuid.uuid4().hex[:8]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Complete or absent: a run killed here must not resume under half a name.
-    aside = path.with_suffix(".part")
-    aside.write_text(fresh + "\n")
-    aside.replace(path)
+    write_whole(path, fresh + "\n")
     return fresh

@@ -1,7 +1,7 @@
 """Training: the same command on a laptop and, under torchrun, on many processes.
 
 Everything random is a function of the seed and the step, and nothing else: the batch, the noise of a start, the number
-of loops. A run that was killed and resumed therefore has the losses of one that was not, bit for bit on one machine.
+of loops. A run that was killed and resumed therefore has the losses of one that was not, bit for bit on a CPU.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, final
 
@@ -25,6 +26,7 @@ from .model import LoopedLM
 from .optim import MuonAdamW, describe_groups, parameter_groups
 from .parallel import World
 from .recipe import load_config
+from .track import check_sinks
 from .updates import Run, update, validate
 
 
@@ -38,21 +40,26 @@ def train(config: Config, out: str | Path, *, resume: bool = False, force: bool 
         guard_bf16()
     folder = Path(out)
     world = parallel.start()
-    try:
-        world.rows(config.train.batch_size)
-        rundir.check(folder, config, resume=resume, force=force)
-        data = _open_together(config, world, progress=progress)
-        run = _prepare(config, folder, world, data)
-        if progress and world.first:
-            _introduce(run)
-        with rundir.claimed(folder, first=world.first):
-            first_step = _restore(run) if resume else 0
-            with RunLog(folder, config, world, first_step=first_step, progress=progress) as log:
-                if world.first:
-                    rundir.record(folder, config, _environment(run), data.tokenizer)
-                _loop(run, log, first_step)
-    finally:
-        parallel.stop(world)
+    world.rows(config.train.batch_size)
+    check_sinks(config.train.track)
+    world.first_does(lambda: rundir.check(folder, config, resume=resume, force=force))
+    data = _open_together(config, world, progress=progress)
+    run = _prepare(config, folder, world, data)
+    if progress and world.first:
+        _introduce(run)
+    with ExitStack() as held:
+
+        def claim() -> None:
+            held.enter_context(rundir.claimed(folder))
+            # Again: while the data was packed, another process may have come and gone.
+            rundir.check(folder, config, resume=resume, force=force)
+
+        world.first_does(claim)
+        first_step = _restore(run) if resume else 0
+        with RunLog(folder, config, world, first_step=first_step, progress=progress) as log:
+            if world.first:
+                rundir.record(folder, config, _environment(run), data.tokenizer)
+            _loop(run, log, first_step)
     return folder
 
 
@@ -74,11 +81,7 @@ def _open(config: Config, *, progress: bool) -> Dataset:
 
 def _open_together(config: Config, world: World, *, progress: bool) -> Dataset:
     """The data, tokenised by the first process and found ready by the others; that it has a batch is seen at once."""
-    if not world.first:
-        world.wait()
-    data = _open(config, progress=progress and world.first)
-    if world.first:
-        world.wait()
+    data = world.first_does(lambda: _open(config, progress=progress)) or _open(config, progress=False)
     for split in ("train", "valid"):
         data.batch(split, seed=0, step=0, batch_size=config.train.batch_size, rows=slice(0, 1))
     return data
@@ -143,7 +146,7 @@ def _restore(run: Run) -> int:
 
 def _loop(run: Run, log: RunLog, first_step: int) -> None:
     settings = run.config.train
-    flops = 3 * sum(count(_mean_depth(run.config)).flops.values())
+    flops = _training_flops(run.config)
     with StopRequest() as stop:
         if first_step == 0:
             # What the loops do before anything is learned.
@@ -160,12 +163,17 @@ def _loop(run: Run, log: RunLog, first_step: int) -> None:
                 raise KeyboardInterrupt
 
 
-def _mean_depth(config: Config) -> Config:
-    """The config with as many loops as an update has in the mean."""
-    if config.train.loops.scheme == "fixed":
-        return config
-    model = config.model.with_loops(max(1, round(config.train.loops.mean)))
-    return config.model_copy(update={"model": model})
+def _training_flops(config: Config) -> float:
+    """A token's in an update of mean depth; the backward is twice the forward of the loops it goes through."""
+    loops, model = config.train.loops, config.model
+    if loops.scheme != "fixed":
+        model = model.with_loops(max(1, round(loops.mean + (loops.scheme == "huginn"))))
+    depth = max(segment.loops or 1 for segment in model.segments)
+    differentiated = model if loops.grad_loops is None else model.with_loops(min(loops.grad_loops, depth))
+    forward, backward = (
+        sum(count(each, seq_len=config.train.seq_len).flops.values()) for each in (model, differentiated)
+    )
+    return forward + 2 * backward
 
 
 @final

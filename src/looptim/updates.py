@@ -100,7 +100,7 @@ def _autocast(run: Run):
 def sample_loops(config: Config, step: int, rows: slice) -> dict[str, Any]:
     """The number of loops of a micro-batch: the layout's, or Huginn's or Parcae's random one.
 
-    Huginn: `Poisson(LogNormal) + 1` with mean `mean` and sigma 1/2, one number for the batch. Parcae:
+    Huginn: `Poisson(LogNormal) + 1`, the log-normal of mean `mean` and sigma 1/2, one number for the batch. Parcae:
     `max(1, Poisson(mean))`, one for each sequence: `rows` says which of the global batch, so that neither micro-batches
     nor processes change what is drawn.
     """
@@ -177,5 +177,5 @@ def _loop_statistics(seen: Any) -> dict[str, list[float]]:
 
 
 def _mix(seed: int, step: int, rank: int) -> int:
-    """One number of three, without collisions in practice."""
+    """One number of three; where a generator takes 32 bits of it, they repeat for another rank after 65,535 steps."""
     return ((seed * 1_000_003 + step) * 65_537 + rank) % 2**64

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..disk import sync
+
 _ELSEWHERE = "make room or access there, or set data.cache or $LOOPTIM_CACHE to another folder"
 
 
@@ -41,30 +43,6 @@ def worded(folder: Path, way_out: str = _ELSEWHERE) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise ValueError(f"the folder {str(folder)!r} cannot be written ({reason}); {way_out}") from error
-
-
-def sync(path: Path) -> None:
-    """A file's or a folder's content onto the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_text(path: Path, text: str) -> None:
-    """A file, complete or absent."""
-    aside = _aside(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(aside, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-        sync(path.parent)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Literal, final
 
 from ..config import DataConfig
-from .cache import digest, worded, write_text
+from ..disk import write_whole
+from .cache import digest, worded
 from .files import Document
 from .progress import bar
 from .sources import Source, find_source, find_valid_source
@@ -127,7 +128,7 @@ def _scan(source: Source, fraction: float, fold: int, cache: Path, progress: boo
         )
     scan = _Scan(content.hexdigest(), characters, **counts)
     with worded(cache):
-        write_text(memo, json.dumps(dataclasses.asdict(scan)))
+        write_whole(memo, json.dumps(dataclasses.asdict(scan)))
     return scan
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config import DataConfig
-from .cache import building, cache_folder, digest, write_text
+from ..disk import write_whole
+from .cache import building, cache_folder, digest
 from .corpus import SPLITS, Corpus, Split, find_corpus
 from .dataset import Dataset, PackedDataset
 from .progress import bar
@@ -130,7 +131,7 @@ def _pack(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: bool) ->
     meta: dict[str, Any] = {"split_by": corpus.by, "content": content.hexdigest(), "tokenizer": tokenizer.hash}
     for split, writer in writers.items():
         meta |= {f"{split}_tokens": writer.tokens, f"{split}_documents": writer.documents}
-    write_text(folder / "meta.json", json.dumps(meta, indent=2) + "\n")
+    write_whole(folder / "meta.json", json.dumps(meta, indent=2) + "\n")
 
 
 def _flush(waiting: list[tuple[Split, str, bool]], writers: dict[Split, ShardWriter], tokenizer: Tokenizer) -> None:

@@ -112,6 +112,8 @@ def _hugging_face(config: DataConfig, split: str) -> Source:
         ) from None
     options = {key: value for key, value in config.options.items() if key not in ("max_documents", "valid_split")}
     limit = config.options.get("max_documents")
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise ValueError(f"data.options.max_documents must be a whole number of at least 1, got {limit!r}")
     with _worded(config.source):
         builder: Any = datasets.load_dataset_builder(config.source.removeprefix("hf:"), config.name, **options)
 

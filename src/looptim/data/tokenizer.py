@@ -12,7 +12,8 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from .cache import worded, write_text
+from ..disk import write_whole
+from .cache import worded
 
 EOS = "<|endoftext|>"
 """The end of a document, in tokenizers made here."""
@@ -91,7 +92,18 @@ class Tokenizer:
     def pretrained(cls, name: str) -> Tokenizer:
         """A tokenizer of the Hugging Face hub."""
         try:
-            return cls(tokenizers.Tokenizer.from_pretrained(name))
+            from huggingface_hub import hf_hub_download
+            from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+            model = tokenizers.Tokenizer.from_pretrained(name)
+            try:
+                eos = _configured_eos(Path(hf_hub_download(name, "tokenizer_config.json")))
+            except EntryNotFoundError as error:
+                # It has none; that we are offline and have it not is another matter.
+                if isinstance(error, LocalEntryNotFoundError):
+                    raise
+                eos = None
+            return cls(model, eos=eos)
         except Exception as error:
             # The same, and whatever the hub raises.
             reason = (str(error).strip().splitlines() or ["no answer"])[0].rstrip(".")
@@ -123,8 +135,8 @@ class Tokenizer:
             "clean_up_tokenization_spaces": False,
         }
         with worded(Path(folder), "make room or access there"):
-            write_text(Path(folder) / "tokenizer.json", self._text)
-            write_text(
+            write_whole(Path(folder) / "tokenizer.json", self._text)
+            write_whole(
                 Path(folder) / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
             )
 

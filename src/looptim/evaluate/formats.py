@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ..rundir import write_whole
+from ..disk import write_whole
 
 ABSENT = "–"
 

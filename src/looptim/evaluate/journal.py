@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
 
-from ..rundir import write_whole
+from ..disk import write_whole
 
 PARTIAL = ".partial"
 

@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from ..disk import write_whole
 from ..evaluate.formats import FORMATS, Table, html_text
 from ..report.figures import Picture, render
 from ..report.page import document, embedded, write_report
-from ..rundir import claimed, write_whole
+from ..rundir import claimed
 from .figures import FIGURES, draw
 from .grid import run_grid
 from .results import Outcome, as_json, check_runs, outcomes
@@ -47,7 +48,7 @@ def study(
     if progress:
         _introduce(plan)
     check_runs(plan, folder, progress=progress)
-    with claimed(out, first=True):
+    with claimed(out):
         write_whole(out / "study.json", json.dumps(plan.identity(), indent=2))
         failures: dict[str, str] = {}
         try:

@@ -171,7 +171,7 @@ def _run(config: dict[str, Any], folder: str) -> str | None:
 
 
 def _ask(task: str, folder: Path) -> None:
-    with rundir.claimed(folder, first=True):
+    with rundir.claimed(folder):
         evaluate(folder, tasks=[task], limit=PROBLEMS, batch_size=100, quiet=True)
 
 
