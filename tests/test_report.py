@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import looptim
-from looptim.report import colour_of, draw, read_run, report, style_of
+from looptim.report import Run, colour_of, draw, read_run, report, style_of
 from looptim.report.figures import smooth
 from looptim.report.style import COLOURS, styles_of
 
@@ -232,6 +232,13 @@ def test_every_preset_has_a_colour_of_its_own():
         assert twin["color"] == sibling["color"]
         assert twin["linestyle"] != sibling["linestyle"] and twin["marker"] != sibling["marker"]
     assert re.fullmatch("#[0-9a-f]{6}", colour_of("my_own")) and colour_of("my_own") == colour_of("my_own")
+
+
+def test_no_two_lines_of_a_figure_look_the_same():
+    names = [name for name in looptim.PRESETS if not name.startswith("operloop_")] + ["operloop"] * 3
+    for presets in (list(looptim.PRESETS), names, ["operloop"] * 6):
+        styles = styles_of([Run(name, [], {"loop.preset": name}, {}) for name in presets])
+        assert len({str(style) for style in styles}) == len(presets)
 
 
 def test_runs_of_one_transition_differ_in_shade_and_dash(tmp_path):

@@ -180,6 +180,8 @@ class ModelConfig(Strict):
 
     def with_loops(self, loops: int) -> ModelConfig:
         """The same model with every looped segment run `loops` times."""
+        if isinstance(loops, bool) or not isinstance(loops, int) or loops < 1:
+            raise ValueError(f"loops must be a whole number of at least 1, got {loops!r}")
         texts = [str(s.blocks) if s.loops is None else f"{s.blocks}x{loops}" for s in self.segments]
         return self.model_copy(update={"layout": "-".join(texts)})
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from . import checkpoint
 from .data import Tokenizer
 from .model import LoopedLM
+from .recipe import load_config
 from .train import load
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ def export(run: str | Path, out: str | Path | None = None) -> Path:
         raise ValueError(f"{out} exists and is no exported model; give a folder that is not there yet")
     model, tokenizer = load(run)
     wrapped = wrap(model)
+    data = load_config(Path(run) / "config.toml").data
+    if data.source.startswith("synthetic:"):
+        # So that the export can be asked the task the run was trained on.
+        wrapped.config.task_specific_params = {data.source.removeprefix("synthetic:"): data.options}
     wrapped.generation_config.eos_token_id = tokenizer.eos
     # Aside first: a folder without its weights would look like an export, and the one before stays until this is whole.
     aside, before = (out.with_name(f".{out.name}.{state}") for state in ("partial", "before"))

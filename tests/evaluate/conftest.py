@@ -67,7 +67,7 @@ def train(folder, **model):
 
     config = Config(
         model={**TINY, "init_std": 0.2, "loop": {"preset": "operloop", "options": {"shared": True}}, **model},
-        data={"source": "synthetic:addition", "options": {"digits": 2}},
+        data={"source": "synthetic:addition", "options": {"digits": 3}},
         optim={"lr": 3e-3, "min_lr": 3e-4, "warmup": 1},
         train={"steps": 2, "seq_len": 32, "batch_size": 4, "checkpoint_every": 2, "valid_every": 2, "valid_batches": 1},
     )

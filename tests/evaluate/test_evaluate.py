@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'looptim[eval]'")
 
 from looptim.evaluate import evaluate
+from looptim.export import export
 
 COMMON = """
 import json, sys
@@ -110,7 +111,8 @@ def test_offline_it_says_at_once_what_is_missing(run, tmp_path, python):
         ({"suite": "paper"}, "humaneval and humaneval_plus would execute what the model writes; permit it with"),
         ({"suite": "ppl", "limit": 0}, "limit must be at least 1, got 0"),
         ({"suite": "ppl", "batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"suite": "reasoning", "loops": 0}, "0"),
+        ({"suite": "reasoning", "loops": 0}, "loops must be a whole number of at least 1, got 0"),
+        ({"tasks": "arc_esy"}, "unknown task 'arc_esy'"),
     ],
 )
 def test_mistakes_are_one_sentence(run, arguments, message, monkeypatch):
@@ -132,15 +134,21 @@ def test_a_path_without_a_model_is_one_sentence(run, tmp_path):
         evaluate(tmp_path, suite="ppl")
 
 
-def test_reasoning_by_generation_is_recorded_and_not_repeated(run, capsys):
+def test_reasoning_by_generation_is_recorded_and_not_repeated(run, tmp_path, capsys):
     answer = evaluate(run, suite="reasoning", limit=3, batch_size=2)
     assert set(answer["results"]) == {"addition", "hop", "chain", "state"}
     assert all(0 <= result["exact_match,none"] <= 1 for result in answer["results"].values())
     record = json.loads((run / "eval" / "addition.limit3.json").read_text())
-    assert record["settings"]["knobs"] == {"digits": 2, "reverse": True}
+    assert record["settings"]["knobs"] == {"digits": 3, "reverse": True}
     assert record["settings"]["model"]["exit_rule"].startswith("none")
     capsys.readouterr()
     assert evaluate(run, suite="reasoning", limit=3) == answer
+    exported = export(run, tmp_path / "exported")
+    evaluate(exported, tasks="addition", limit=3, quiet=True)
+    again = json.loads((exported / "eval" / "addition.limit3.json").read_text())
+    assert (again["settings"], again["results"]) == (record["settings"], record["results"])
+    capsys.readouterr()
+    evaluate(run, suite="reasoning", limit=3)
     assert capsys.readouterr().err.count("done before") == 4
     evaluate(run, tasks=["addition"], limit=3, loops=3)
     other = json.loads((run / "eval" / "addition.loops3.limit3.json").read_text())
@@ -321,3 +329,15 @@ def _same(mine, theirs) -> None:
         assert mine == pytest.approx(float(theirs), rel=1e-6, abs=1e-4)
     else:
         assert mine == theirs
+
+
+def test_the_command_prints_what_it_found_and_where_it_lies(run):
+    command = [sys.executable, "-m", "looptim", "evaluate", str(run), "--tasks", "addition", "--limit", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    row = next(line for line in done.stdout.splitlines() if "addition" in line)
+    result = json.loads((run / "eval" / "addition.limit3.json").read_text())["results"]
+    assert "exact_match" in row and f"{result['exact_match,none']:.4f}" in row
+    assert f"{run / 'eval'}: written; `looptim report {run}` makes the paper's tables" in done.stdout
+    again = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=300)
+    assert json.loads(again.stdout)["results"]["addition"] == result

@@ -135,6 +135,25 @@ def test_answers_in_the_journal_are_not_asked_for_again(folder, tmp_path, monkey
     assert all(isinstance(answer, tuple) for answer in answers)
 
 
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("loglikelihood_rolling", [("a text",), ("another, a longer one",)]),
+        ("generate_until", [("x", {"until": ["\n"], "max_gen_toks": 4}), ("y", {"until": [], "max_gen_toks": 4})]),
+    ],
+)
+def test_other_answers_in_the_journal_are_not_asked_for_again_either(folder, tmp_path, monkeypatch, kind, arguments):
+    lm, requests = build(folder, batch_size=2), ask(kind, *arguments)
+    lm.start(Journal(tmp_path / "task.json", {}), Progress("", quiet=True))
+    answers = getattr(lm, kind)(requests)
+    again = Journal(tmp_path / "task.json", {})
+    assert len(again.answers) == 2
+    lm.start(again, Progress("", quiet=True))
+    for name in ("_model_call", "_model_generate"):
+        monkeypatch.setattr(harness.HFLM, name, lambda *_, **__: pytest.fail("asked again"))
+    assert getattr(lm, kind)(requests) == answers
+
+
 class CodeTask:
     """What lm-eval makes of a task that executes code, as far as we look at it."""
 

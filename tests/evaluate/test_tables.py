@@ -107,13 +107,16 @@ def test_alignment_loops_and_ablations_come_with_the_models_that_make_them():
     assert [row[1:3] for row in ablations.rows] == [["✓", "Causal"], ["✓", "×"]]
 
 
-def write(run, task, results, *, limit=None, loops=None, weights="w", **of):
+def write(run, task, results, *, limit=None, loops=None, weights="w", samples=None, **of):
     suffix = ("" if loops is None else f".loops{loops}") + ("" if limit is None else f".limit{limit}")
     described = model(**of) if loops is None else model(loops=loops, **of)
     settings = {"model": described | {"weights": weights}, "limit": limit}
     file = run / "eval" / f"{task}{suffix}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"task": task, "settings": settings, "results": results, "notes": []}))
+    number = {task: samples or limit or 1000}
+    file.write_text(
+        json.dumps({"task": task, "settings": settings, "results": results, "samples": number, "notes": []})
+    )
 
 
 def test_runs_become_columns_and_files(tmp_path):
@@ -152,6 +155,23 @@ def test_results_of_earlier_weights_are_left_out(tmp_path):
     (only,) = read_columns(tmp_path)
     assert set(only.scores) == {"arc_e"}
     assert only.notes == [f"{tmp_path.name}: left out, of other weights than the newest result: piqa"]
+
+
+def test_columns_of_other_weights_say_so(tmp_path):
+    write(tmp_path, "piqa", {"acc_norm,none": 0.5}, preset="operloop", weights="old")
+    write(tmp_path, "piqa", {"acc_norm,none": 0.6}, preset="operloop", weights="new", loops=6)
+    before, after = read_columns(tmp_path)
+    assert before.notes == [f"{tmp_path.name}: of other weights than the newest result"] and not after.notes
+
+
+def test_a_task_of_ours_is_whole_with_the_problems_it_has(tmp_path):
+    write(tmp_path, "addition", {"exact_match,none": 0.5}, preset="operloop", samples=200)
+    write(tmp_path, "addition", {"exact_match,none": 0.25}, preset="operloop", limit=500)
+    (more,) = read_columns(tmp_path)
+    assert more.scores["addition exact_match"][0] == 25 and not more.notes
+    write(tmp_path / "some", "addition", {"exact_match,none": 0.5}, preset="operloop", limit=20)
+    (few,) = read_columns(tmp_path / "some")
+    assert few.notes == ["some: only the first 20 problems of addition"]
 
 
 def test_loops_are_numbers_and_a_twin_has_as_many(tmp_path):

@@ -1,4 +1,4 @@
-"""Tables as Markdown, LaTeX and CSV."""
+"""Tables as Markdown, LaTeX, CSV and HTML."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ class Table:
     notes: list[str]
     error: str = "stderr"
     """What the errors of its cells are, for those who compute with them."""
+    labels: int | None = None
+    """How many of the first columns name a row; by default all that are text do."""
 
 
 def markdown(tables: Sequence[Table]) -> str:
@@ -180,7 +182,7 @@ def csv_text(tables: Sequence[Table]) -> str:
     writer.writerow(["table", "row", "column", "value", error_name, "mark"])
     for table in tables:
         for row in table.rows:
-            labels = [cell for cell in row if isinstance(cell, str)]
+            labels = [cell for cell in row[: table.labels] if isinstance(cell, str)]
             for name, cell in zip(table.header, row, strict=True):
                 if isinstance(cell, Cell) and cell.value is not None:
                     error = "" if cell.error is None else repr(cell.error)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..config import Config
 from ..data import TASKS, evaluate_exact_match
 from ..data.synthetic import knobs_of
 from ..data.tasks import STOP
@@ -20,10 +20,9 @@ COUNT = 200
 """Held-out problems of a task, unless a limit says otherwise."""
 
 
-def settings(name: str, config: Config | None) -> dict[str, Any]:
-    """What a result depends on: the knobs are those the run was trained with, else the task's defaults."""
-    trained = config is not None and config.data.source == f"synthetic:{name}"
-    return {"seeds": {"problems": 0}, "knobs": knobs_of(TASKS[name], config.data.options if config and trained else {})}
+def settings(name: str, trained: Mapping[str, Any]) -> dict[str, Any]:
+    """What a result depends on: the knobs are those in `trained`, by task, else the task's defaults."""
+    return {"seeds": {"problems": 0}, "knobs": knobs_of(TASKS[name], trained.get(name, {}))}
 
 
 def run(

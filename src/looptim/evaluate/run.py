@@ -45,6 +45,8 @@ class Subject(NamedTuple):
     """The same weights, as transformers sees them."""
     loops: int | None
     """None for what the layout says."""
+    trained: dict[str, Any]
+    """Options of the synthetic task it learned, by name."""
     identity: dict[str, Any]
     """Results are the same as long as this is."""
 
@@ -191,7 +193,16 @@ def _open(path: Path, loops: int | None) -> Subject:
         "parameters": cost.parameter_conventions()["non-vocabulary"],
         "flops_per_token": cost.flop_conventions()["without head"],
     }
-    return Subject(path, model, tokenizer, wrapped, loops, identity)
+    return Subject(path, model, tokenizer, wrapped, loops, _trained(path), identity)
+
+
+def _trained(path: Path) -> dict[str, Any]:
+    """The options of the synthetic task that a run learned, as the run or its export says."""
+    recipe = path / "config.toml"
+    if recipe.is_file():
+        data = load_config(recipe).data
+        return {data.source.removeprefix("synthetic:"): data.options}
+    return json.loads((path / "config.json").read_text()).get("task_specific_params") or {}
 
 
 def _hash(model: LoopedLM) -> str:
@@ -219,8 +230,7 @@ def _settings(name: str, subject: Subject, limit: int | None, loaded: dict[str, 
     """What a result depends on. The batch size is not among it: numbers do not change with it."""
     settings = {"model": subject.identity, "limit": limit}
     if name in TASKS:
-        run = subject.path / "config.toml"
-        settings |= reasoning.settings(name, load_config(run) if run.is_file() else None)
+        settings |= reasoning.settings(name, subject.trained)
     else:
         from . import harness
 

@@ -72,8 +72,8 @@ def run_program(program: str, limits: Limits | None = None) -> Outcome:
             # The child's own alarm comes first; this one is for a program that has taken it off.
             out, _ = child.communicate(job.encode(), timeout=limits.seconds + GRACE)
             reason = f"ended with status {child.returncode}"
-        except subprocess.TimeoutExpired:
-            out, reason = b"", "was killed"
+        except subprocess.TimeoutExpired as error:
+            out, reason = error.stdout or b"", "was killed"
         finally:
             _kill_session(child)
     lines = out.decode(errors="replace").splitlines()
@@ -175,7 +175,8 @@ def _child() -> None:
     signal.setitimer(signal.ITIMER_REAL, job["seconds"])
     token = job.pop("token")
     exec(compile(job.pop("program"), "<program>", "exec"), {"__name__": "__main__"})
-    # Only who comes this far knows the word: leaving early, with whatever status, is not passing.
+    # Leaving early, with whatever status, is not passing. A program that looks for the word in our frame finds it:
+    # this is no judge of a model that means to cheat.
     answers.write(token + "\n")
     answers.flush()
     os._exit(0)

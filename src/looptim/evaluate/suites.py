@@ -116,7 +116,7 @@ def choose(suite: str | None, tasks: Sequence[str] | None) -> tuple[str, ...]:
         if suite is None:
             raise ValueError(f"nothing to evaluate; give a suite ({', '.join(SUITES)}) or tasks")
         return SUITES[suite]
-    chosen = tuple(dict.fromkeys(tasks))
+    chosen = tuple(dict.fromkeys([tasks] if isinstance(tasks, str) else tasks))
     if not chosen:
         raise ValueError("the list of tasks is empty; give at least one, or a suite")
     if suite is not None:

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from ..data import TASKS
 from .averages import averages, scores
 from .formats import FORMATS, Cell, Table, write_files
 from .journal import read
+from .reasoning import COUNT
 from .suites import FLEXIBLE, ROWS
 
 PPL, LL, EM = ([row for row in ROWS if row.group == group] for group in ("PPL", "LL", "EM"))
@@ -58,15 +60,23 @@ def read_columns(folder: str | Path, name: str | None = None) -> list[Column]:
     """
     folder = Path(folder)
     found: dict[int, list[dict[str, Any]]] = {}
+    newest: dict[str, Any] = {}
     # The newest last: its weights are those of the column.
     for file in sorted((folder / "eval").glob("*.json"), key=lambda file: (file.stat().st_mtime_ns, file.name)):
         record = read(file)
-        if record is None or "results" not in record:
+        if record is None or not record.keys() >= {"task", "settings", "results", "samples", "notes"}:
             raise ValueError(f"{file} is not a result of `looptim evaluate`; repair or remove it")
         match = re.search(r"\.loops(\d+)", file.stem)
         found.setdefault(int(match[1]) if match else 0, []).append(record)
+        newest = record
     name = name or folder.resolve().name
-    return [_column(f"{name}, {loops} loops" if loops else name, records) for loops, records in sorted(found.items())]
+    weights = newest["settings"]["model"]["weights"] if newest else None
+    columns = []
+    for loops, records in sorted(found.items()):
+        columns.append(_column(f"{name}, {loops} loops" if loops else name, records))
+        if columns[-1].model["weights"] != weights:
+            columns[-1].notes.append(f"{columns[-1].name}: of other weights than the newest result")
+    return columns
 
 
 def _column(name: str, found: Sequence[dict[str, Any]]) -> Column:
@@ -88,15 +98,17 @@ def _column(name: str, found: Sequence[dict[str, Any]]) -> Column:
     notes = [f"{name}: left out, of other weights than the newest result: {', '.join(earlier)}"] if earlier else []
     limited: dict[int, list[str]] = {}
     for task, record in records.items():
-        if (limit := record["settings"]["limit"]) is not None:
+        limit = record["settings"]["limit"]
+        # Of a task of ours there are as many problems as one likes.
+        if limit is not None and (task not in TASKS or limit < COUNT):
             limited.setdefault(limit, []).append(task)
     notes += [f"{name}: only the first {limit} problems of {', '.join(tasks)}" for limit, tasks in limited.items()]
     return Column(name, model, table, notes + [f"{name}: {note}" for r in records.values() for note in r["notes"]])
 
 
-def _size(record: dict[str, Any]) -> float:
-    limit = record["settings"]["limit"]
-    return float("inf") if limit is None else limit
+def _size(record: dict[str, Any]) -> int:
+    """How many problems it is of."""
+    return sum(record["samples"].values())
 
 
 def _other_scores(task: str, results: dict[str, float]) -> dict[str, tuple[float, float | None]]:

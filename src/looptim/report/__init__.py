@@ -1,4 +1,4 @@
-"""Pictures and a page of one or several runs; the only importer of the plotting library.
+"""Pictures and a page of one or several runs.
 
 `report` reads `metrics.jsonl` and `config.toml` of each run and writes figures and a self-contained `index.html`.
 """

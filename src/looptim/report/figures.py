@@ -1,4 +1,4 @@
-"""Figures of one or several runs, drawn and rendered; with `style`, the only importer of the plotting library."""
+"""Figures of one or several runs, drawn and rendered."""
 
 from __future__ import annotations
 

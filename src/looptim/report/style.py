@@ -79,6 +79,12 @@ def style_of(name: str) -> dict[str, Any]:
     return {"color": colour_of(name), "linestyle": LINESTYLES[twin], "marker": MARKERS[twin]}
 
 
+def _onwards(linestyle: Any) -> list[int]:
+    """The places of all line styles, from this one on."""
+    first = LINESTYLES.index(linestyle)
+    return [(first + step) % len(LINESTYLES) for step in range(len(LINESTYLES))]
+
+
 def styles_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """A style for each run: its transition's, in another shade and dash for the second run of the same transition.
 
@@ -88,8 +94,8 @@ def styles_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     # The two that everything is compared with come last: readers of several figures know their colours.
     known = (COLOURS["none"], COLOURS["vanilla"])
     spare = sorted(dict.fromkeys(COLOURS.values()), key=known.__contains__)
-    others = [colour for colour in spare if colour not in map(colour_of, presets)]
-    styles, seen = [], dict.fromkeys(presets, 0)
+    others = [colour for colour in spare if colour not in map(colour_of, presets)] or spare
+    styles, seen, taken = [], dict.fromkeys(presets, 0), set()
     for run in runs:
         again, style = seen[run.preset], style_of(run.preset)
         seen[run.preset] += 1
@@ -109,5 +115,9 @@ def styles_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
                 "linestyle": LINESTYLES[dash],
                 "marker": MARKERS[dash],
             }
-        styles.append(style)
+        # Two transitions may share a colour; the later one has another dash.
+        free = [place for place in _onwards(style["linestyle"]) if (style["color"], place) not in taken]
+        place = free[0] if free else LINESTYLES.index(style["linestyle"])
+        taken.add((style["color"], place))
+        styles.append(style | {"linestyle": LINESTYLES[place], "marker": MARKERS[place]})
     return styles

@@ -27,12 +27,10 @@ from .. import checkpoint, rundir
 from ..config import Config
 from ..evaluate import evaluate
 from ..evaluate.progress import duration
+from ..evaluate.reasoning import COUNT as PROBLEMS
 from ..train import train
 from ..updates import DivergedError
 from .spec import Cell, Plan
-
-PROBLEMS = 200
-"""Held-out problems of a synthetic task that a model is asked."""
 
 
 def task_of(config: Config) -> str | None:
@@ -67,8 +65,6 @@ def _sigterm_as_ctrl_c() -> Iterator[None]:
 def run_grid(plan: Plan, runs: Path, failures: dict[str, str], *, jobs: int, progress: bool) -> None:
     """Train every run that is not finished, `jobs` at a time; `failures` gets why those failed that diverged."""
     waiting = list({cell.name: cell for cell in plan.cells if not is_finished(cell, runs)}.values())
-    for cell in waiting:
-        rundir.check(runs / cell.name, cell.config, resume=True, force=False)
     if not waiting:
         return
     threads = max(1, torch.get_num_threads() // jobs)

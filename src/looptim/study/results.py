@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,9 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import rundir
 from ..data import open_data
+from ..recipe import load_config
 from ..report import Run, read_run
 from .grid import PROBLEMS, is_finished, task_of
 from .spec import Cell, Plan
@@ -67,13 +70,27 @@ class Outcome:
 
 def check_runs(plan: Plan, runs: Path, *, progress: bool) -> None:
     """Open the data, if a run is missing, and look at the runs that are there, before hours go into others."""
+    for cell in plan.cells:
+        _check_config(cell, runs / cell.name)
     if all(is_finished(cell, runs) for cell in plan.cells):
         return
     config = plan.cells[0].config
+    if task_of(config) and importlib.util.find_spec("transformers") is None:
+        raise ValueError("a study of a task asks its runs through transformers; pip install 'looptim[hf]'")
     data = open_data(
         config.data, vocab_size=config.model.vocab_size, seq_len=config.train.seq_len, progress=progress
     ).fingerprint
     outcomes(plan, runs, {}, seen={_text(data): "the runs that are missing"})
+
+
+def _check_config(cell: Cell, folder: Path) -> None:
+    """That a run is of the config whose name it has: a default of looptim may have changed since."""
+    written = folder / "config.toml"
+    changes = rundir.difference(load_config(written), cell.config) if written.is_file() else []
+    if changes:
+        raise ValueError(
+            f"the run {folder} has another config ({'; '.join(changes)}); delete it, or give another --runs"
+        )
 
 
 def outcomes(

@@ -46,7 +46,7 @@ class Scale(Strict):
     """The same study at another size; what it does not say is the study's."""
 
     base: str | None = None
-    tokens: int = Field(ge=1)
+    tokens: int | None = Field(None, ge=1)
     seeds: Seeds | None = Field(None, min_length=1)
 
 
@@ -136,7 +136,7 @@ def load_plan(path: str | Path, *, scale: str | None = None, set: Iterable[str] 
             raise ValueError(f"{path} has no scale {scale!r}; {known}")
         study = study.model_copy(update=study.scales[scale].model_dump(exclude_none=True))
     changes = [*study.set, *([set] if isinstance(set, str) else set)]
-    _check_changes(changes)
+    _check_changes(changes, study)
     base = load_config(path.parent / study.base, set=changes)
     configs = {name: _config(base, study, name) for name in study.variants}
     cells = [
@@ -161,10 +161,11 @@ def _read(path: Path) -> Study:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _check_changes(changes: Iterable[str]) -> None:
+def _check_changes(changes: Iterable[str], study: Study) -> None:
     """A change that the study would overwrite is not passed over in silence."""
+    layouts = all(variant.layout for variant in study.variants.values())
     for text in changes:
-        for key, source in OWN.items():
+        for key, source in {**OWN, **({"model.layout": "variants"} if layouts else {})}.items():
             if f"{text.partition('=')[0].strip()}.".startswith(f"{key}."):
                 raise ValueError(
                     f"--set {text!r} would change nothing: a study has {key} from its {source}; edit those"

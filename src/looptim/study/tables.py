@@ -49,7 +49,7 @@ def _results(plan: Plan, found: Sequence[Outcome]) -> Table:
             row += [_cell(other and paired(points, _points(other)), "{:+.1f}") for other in others]
         rows.append(row)
     rows = _marked(rows, header.index("validation loss"))
-    return Table(plan.name, study.title, header, rows, _notes(plan, found), error=HALF_WIDTH)
+    return Table(plan.name, study.title, header, rows, _notes(plan, found), error=HALF_WIDTH, labels=1)
 
 
 def _points(outcome: Outcome) -> dict[int, float]:
@@ -107,7 +107,7 @@ def _notes(plan: Plan, found: Sequence[Outcome]) -> list[str]:
         notes.append(f"Twins: {'; '.join(twins)}.")
     if done > 1:
         notes.append("± is the half-width of a 95% interval over the seeds (Student's t).")
-    else:
+    elif done == 1:
         notes.append("One seed only: there are no intervals, and differences may be noise.")
     if task_of(config):
         notes.append(f"Exact match by greedy generation on {PROBLEMS} held-out problems, the same for every run.")
