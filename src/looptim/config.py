@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from .names import nearest
 
 
 class Strict(BaseModel):
@@ -30,9 +31,7 @@ def _one_line(error: ValidationError, config: type[BaseModel]) -> str:
     if first["type"] == "extra_forbidden":
         # A recipe may also have these two, of which a config knows nothing.
         known = [*config.model_fields, *(("loop", "base") if config is Config else ())]
-        near = difflib.get_close_matches(where, known, n=1)
-        hint = f", did you mean {near[0]!r}?" if near else ";"
-        return f"unknown key {where!r}{hint} known: {', '.join(known)}"
+        return f"unknown key {where!r}{nearest(where, known)} known: {', '.join(known)}"
     if first["type"] == "missing":
         return f"{where} is missing; give it a value"
     message = first["msg"].removeprefix("Value error, ")

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import os
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, final
 
 from .disk import write_whole
+from .names import nearest
 
 PROJECT = "looptim"
 """The project under which trackio and wandb list the runs."""
@@ -153,9 +153,7 @@ _MODULES = {"tensorboard": "torch.utils.tensorboard"}
 
 def _import(name: str) -> Any:
     if name not in SINKS:
-        near = difflib.get_close_matches(str(name), SINKS, n=1)
-        hint = f", did you mean {near[0]!r}?" if near else ";"
-        raise ValueError(f"unknown sink {name!r}{hint} known: {', '.join(SINKS)}")
+        raise ValueError(f"unknown sink {name!r}{nearest(name, SINKS)} known: {', '.join(SINKS)}")
     try:
         return importlib.import_module(_MODULES.get(name, name))
     except ImportError as error:

@@ -7,7 +7,6 @@ problem; a draw is repeated until it is of the split asked for. The two splits a
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import itertools
 import math
@@ -15,6 +14,8 @@ import random
 import string
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, final
+
+from ..names import nearest
 
 STOP = "\n"
 """What follows every answer."""
@@ -84,8 +85,7 @@ class Task:
         """The knobs with their defaults; an unknown or impossible one is an error."""
         for name, value in knobs.items():
             if name not in self.knobs:
-                near = difflib.get_close_matches(name, self.knobs, n=1)
-                hint = f", did you mean {near[0]!r}?" if near else ";"
+                hint = nearest(name, self.knobs)
                 raise ValueError(f"task {self.name!r} has no knob {name!r}{hint} known: {', '.join(self.knobs)}")
             knob = self.knobs[name]
             if isinstance(knob.default, bool):
@@ -112,9 +112,7 @@ def split_of(canonical: str) -> Literal["train", "valid"]:
 def find_task(name: str) -> Task:
     """A task by name."""
     if name not in TASKS:
-        near = difflib.get_close_matches(name, TASKS, n=1)
-        hint = f", did you mean {near[0]!r}?" if near else ";"
-        raise ValueError(f"unknown task {name!r}{hint} known: {', '.join(TASKS)}")
+        raise ValueError(f"unknown task {name!r}{nearest(name, TASKS)} known: {', '.join(TASKS)}")
     return TASKS[name]
 
 

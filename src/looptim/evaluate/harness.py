@@ -25,10 +25,11 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
 from ..data import TASKS
+from ..names import nearest
 from .journal import Journal
 from .progress import Progress
 from .sandbox import CodeEval
-from .suites import CODE, FOLDERS, SHOTS, nearest, refusal
+from .suites import CODE, FOLDERS, SHOTS, refusal
 
 VERSION = importlib.metadata.version("lm_eval")
 # The decorator that registers it hides what it is.

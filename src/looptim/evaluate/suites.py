@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from ..data import TASKS
+from ..names import nearest
 
 
 class Row(NamedTuple):
@@ -133,9 +133,3 @@ def refusal(code: Sequence[str]) -> str:
         f"{' and '.join(code)} would execute what the model writes; permit it with --allow-code "
         "(allow_code=True), or name the other tasks"
     )
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """What joins a message about an unknown name to the known ones."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f", did you mean {near[0]!r}?" if near else ";"
