@@ -157,12 +157,12 @@ def test_reasoning_by_generation_is_recorded_and_not_repeated(run, tmp_path, cap
 
 def test_a_task_is_asked_with_the_knobs_it_was_trained_with(run):
     from looptim.evaluate import reasoning
-    from looptim.recipe import load_config
+    from looptim.evaluate.run import _trained
 
-    options = ["data.source=synthetic:addition", "data.options.digits=3", "data.options.loss_on_prompt=true"]
-    trained = load_config(run / "config.toml", set=options)
+    assert _trained(run) == {"addition": {"digits": 3}}
+    trained = {"addition": {"digits": 3, "loss_on_prompt": True}}
     assert reasoning.settings("addition", trained)["knobs"] == {"digits": 3, "reverse": True}
-    assert reasoning.settings("hop", trained) == reasoning.settings("hop", None)
+    assert reasoning.settings("hop", trained) == reasoning.settings("hop", {})
 
 
 def test_problems_longer_than_the_context_are_counted(run, tmp_path):
