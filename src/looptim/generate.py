@@ -111,7 +111,8 @@ def _seeded(seed: int | None) -> Iterator[None]:
     if seed is None:
         yield
         return
-    with torch.random.fork_rng():
+    # Seeding seeds every device.
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
         torch.manual_seed(seed)
         yield
 

@@ -232,7 +232,7 @@ def auxiliary_loss(stats: Sequence[tuple[int, MoEStats]]) -> Tensor | None:
 
 def _build_loop(config: ModelConfig, loops: int | None) -> Loop:
     assert loops is not None
-    for name in config.loop.options.keys() & {"name", "width", "steps"}:
+    for name in sorted(config.loop.options.keys() & {"name", "width", "steps"}):
         source = {"name": "loop.preset", "width": "model.width", "steps": "model.layout"}[name]
         raise ValueError(f"{name} is no option of a loop; it comes from {source}")
     return build(config.loop.preset, width=config.width, steps=loops, **config.loop.options)

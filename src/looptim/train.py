@@ -81,7 +81,9 @@ def _open(config: Config, *, progress: bool) -> Dataset:
 
 def _open_together(config: Config, world: World, *, progress: bool) -> Dataset:
     """The data, tokenised by the first process and found ready by the others; that it has a batch is seen at once."""
-    data = world.first_does(lambda: _open(config, progress=progress)) or _open(config, progress=False)
+    data = world.first_does(lambda: _open(config, progress=progress))
+    if data is None:
+        data = _open(config, progress=False)
     for split in ("train", "valid"):
         data.batch(split, seed=0, step=0, batch_size=config.train.batch_size, rows=slice(0, 1))
     return data

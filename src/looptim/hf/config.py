@@ -53,7 +53,7 @@ class LoopedConfig(PreTrainedConfig):
     keys_to_ignore_at_inference = ("past_key_values",)
 
     def __init__(self, layout: str = "18", *, loops: int | None = None, use_cache: bool = True, **kwargs: Any):
-        for name in NAMES.keys() & kwargs.keys():
+        for name in sorted(NAMES.keys() & kwargs.keys()):
             raise ValueError(f"{name} goes by {NAMES[name]} in a LoopedConfig; give that")
         given = {name: kwargs.pop(NAMES.get(name, name), None) for name in ModelConfig.model_fields if name != "layout"}
         model = ModelConfig(layout=layout, **{name: value for name, value in given.items() if value is not None})

@@ -72,7 +72,7 @@ def build(name: str, *, width: int, steps: int, **options: Any) -> Loop:
     for key, value in {"width": width, "steps": steps, "streams": options.get("streams", 1)}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{key} must be a whole number of at least 1, got {value!r}")
-    for key in options.keys() & parameters.keys():
+    for key in sorted(options.keys() & parameters.keys()):
         _check_option(name, parameters[key], options[key])
     return preset(width, steps, **options)
 
