@@ -78,6 +78,11 @@ def test_mistakes_are_one_line_and_exit_status_2(trained, arguments, message):
     assert done.stderr.count("\n") == 1
 
 
+def test_export_says_where_it_lies_and_nothing_else(trained, tmp_path):
+    done = run("export", str(trained), str(tmp_path / "there"))
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, str(tmp_path / "there"), "")
+
+
 def test_report_draws_a_run(trained):
     done = run("report", str(trained))
     assert done.returncode == 0, done.stderr

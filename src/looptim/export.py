@@ -37,7 +37,8 @@ def export(run: str | Path, out: str | Path | None = None) -> Path:
     aside, before = (out.with_name(f".{out.name}.{state}") for state in ("partial", "before"))
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        wrapped.save_pretrained(aside)
+        with _no_progress_bar():
+            wrapped.save_pretrained(aside)
         tokenizer.save(aside)
         shutil.rmtree(before, ignore_errors=True)
         if out.exists():
@@ -93,7 +94,7 @@ def _hf():
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """A bar for the loading of a few tensors would run into the text that is streamed."""
+    """A bar for a few tensors would run into the text that is streamed, or printed."""
     _hf()
     from transformers.utils import logging
 
