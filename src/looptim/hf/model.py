@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -20,6 +18,7 @@ from ..loop import Loop
 from ..model import LoopedLM, auxiliary_loss
 from ..nn import Head, MoEStats
 from .config import KINDS, LoopedConfig
+from .fit import check_fit
 from .slots import AttentionSlot
 
 if TYPE_CHECKING:
@@ -280,7 +279,7 @@ class LoopedModel(PreTrainedModel):
         # Here the files are known and nothing is allocated yet. An adapter says what it expects.
         whole = state_dict is None and not kwargs.get("expected_keys") and not load_config.is_quantized
         if whole and not load_config.ignore_mismatched_sizes:
-            _check_fit(model, checkpoint_files or [])
+            check_fit(model, checkpoint_files or [])
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, **kwargs)
 
     @classmethod
@@ -332,25 +331,3 @@ def _positions(inputs_embeds: Tensor, attention_mask: Any, past_key_values: Cach
         return (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
     past = 0 if past_key_values is None else past_key_values.get_seq_length()
     return (torch.arange(length, device=inputs_embeds.device) + past).unsqueeze(0)
-
-
-def _check_fit(model: PreTrainedModel, files: list[str]) -> None:
-    """A ValueError unless the files have exactly the tensors of the model, in name and shape."""
-    if not files or not all(file.endswith(".safetensors") for file in files):
-        return
-    there: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            there |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    here = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    faults = {
-        "missing": sorted(here.keys() - there.keys() - model.all_tied_weights_keys.keys()),
-        "unknown": sorted(there.keys() - here.keys()),
-        "of another shape": sorted(name for name in here.keys() & there.keys() if here[name] != there[name]),
-    }
-    listed = [f"{len(names)} {what} (such as {names[0]})" for what, names in faults.items() if names]
-    if listed:
-        raise ValueError(
-            f"the weights in {Path(files[0]).parent} do not fit the config: {', '.join(listed)}; "
-            "load them with the config they were saved with"
-        )
