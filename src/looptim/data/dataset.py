@@ -10,14 +10,12 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from ..nn import IGNORE
 from .corpus import SPLITS, Split
 from .order import permute
 from .shards import open_shard
 from .tasks import Task
 from .tokenizer import Tokenizer
-
-IGNORED = -100
-"""A target that has no loss."""
 
 
 class Dataset(abc.ABC):
@@ -114,5 +112,5 @@ class PackedDataset(Dataset):
             row[:] = stream[place * width : place * width + width + 1]
         tokens, targets = packed[:, :-1].copy(), packed[:, 1:].copy()
         if self.mask_boundaries:
-            targets[tokens == self.tokenizer.eos] = IGNORED
+            targets[tokens == self.tokenizer.eos] = IGNORE
         return tokens, targets

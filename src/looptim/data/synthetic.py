@@ -8,9 +8,10 @@ from typing import Any, final
 
 import numpy as np
 
+from ..nn import IGNORE
 from .cache import digest
 from .corpus import SPLITS, Split
-from .dataset import IGNORED, Dataset
+from .dataset import Dataset
 from .tasks import STOP, Task
 from .tokenizer import Tokenizer
 
@@ -58,7 +59,7 @@ class SyntheticDataset(Dataset):
             tokens, loss = self._fill(split, seed, int(sample))
             packed[row, : len(tokens)] = tokens
             counts[row, : len(loss)] = loss
-        return packed[:, :-1].copy(), np.where(counts, packed, IGNORED)[:, 1:].copy()
+        return packed[:, :-1].copy(), np.where(counts, packed, IGNORE)[:, 1:].copy()
 
     def _fill(self, split: Split, seed: int, sample: int) -> tuple[list[int], list[bool]]:
         """The tokens of a window, and which of them count as targets."""
