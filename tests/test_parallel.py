@@ -1,5 +1,6 @@
 """Two processes under torchrun: the losses of one, checkpoints that load on either, one sentence for mistakes."""
 
+import gc
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import torch
 from test_train import config, losses
 
 import looptim as lo
+from looptim import parallel
 
 
 def run_training(processes, recipe, out, *extra):
@@ -113,6 +115,28 @@ def test_processes_can_train_twice(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "first") == losses(tmp_path / "second") != {}
+
+
+def test_a_block_is_sharded_before_the_next_is_built(monkeypatch):
+    def held():
+        return sum(p.numel() for p in gc.get_objects() if type(p) is torch.nn.Parameter)
+
+    def shard(module, **options):
+        found.append(held() - before)
+        for p in module.parameters():
+            p.data = p.new_empty(0)
+
+    model = config(model={"layout": "6", "loop": {"preset": "none"}, "dense_layers": 0}).model
+    gc.collect()
+    found, before = [], held()
+    whole = lo.LoopedLM(model)
+    size, block = held() - before, sum(p.numel() for p in whole.blocks[0].parameters())
+    del whole
+    monkeypatch.setattr(parallel, "fully_shard", shard)
+    monkeypatch.setattr(parallel, "register_fsdp_forward_method", lambda *_: None)
+    parallel.build(model, parallel.World(0, 2, torch.device("cpu")), seed=0)
+    assert len(found) == 7
+    assert max(found) <= size - 5 * block
 
 
 def test_more_processes_than_the_batch_can_feed(tmp_path):

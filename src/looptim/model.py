@@ -49,8 +49,14 @@ class LoopedLM(nn.Module):
     torch.Size([2, 8, 64])
     """
 
-    def __init__(self, config: ModelConfig, *, seed: int | None = None):
-        """`seed` fixes every initial weight; without it, it is drawn from torch's global generator."""
+    def __init__(
+        self, config: ModelConfig, *, seed: int | None = None, place: Callable[[Block, int], None] | None = None
+    ):
+        """`seed` fixes every initial weight; without it, it is drawn from torch's global generator.
+
+        `place` is called with each block and its index as soon as it has its weights, before the next is built. It may
+        move or shard them, for a model that is too large to be anywhere whole.
+        """
         super().__init__()
         if not isinstance(config, ModelConfig):
             raise ValueError(f"LoopedLM takes a ModelConfig (the `model` of a recipe), got {type(config).__name__}")
@@ -62,22 +68,29 @@ class LoopedLM(nn.Module):
             for i, segment in enumerate(s for s in config.segments if s.loops is not None)
         )
         self.embedding = nn.Embedding(config.vocab_size, config.width)
-        self.blocks = nn.ModuleList(_build_block(config, index) for index in range(config.num_blocks))
+        self.blocks = nn.ModuleList()
+        for index in range(config.num_blocks):
+            block = _build_block(config, index)
+            self._init_weights(f"blocks.{index}", block, seed)
+            self.blocks.append(block)
+            if place is not None:
+                place(block, index)
         self.norm = RMSNorm(config.width, config.norm_eps)
         self.head = Head(config.width, vocab_size=config.vocab_size)
+        self._init_weights("head", self.head, seed)
+        self._init_weights("embedding", self.embedding, seed)
         if config.tied:
             self.head.weight = cast(nn.Parameter, self.embedding.weight)
-        self.init_weights(seed)
         self.checkpointing = False
 
-    def init_weights(self, seed: int) -> None:
+    def _init_weights(self, name: str, part: nn.Module, seed: int) -> None:
         """Normal weights of `init_std`, each drawn from a generator of its own made of the seed and its name.
 
         So models that share a part start with the same weights in it, whatever transition or depth they differ in.
         """
-        for name, parameter in self.named_parameters():
-            if parameter.dim() > 1 and not name.startswith("loops.") and not parameter.is_meta:
-                generator = torch.Generator(parameter.device).manual_seed(_derive(seed, name))
+        for full_name, parameter in part.named_parameters(name):
+            if parameter.dim() > 1 and not parameter.is_meta:
+                generator = torch.Generator(parameter.device).manual_seed(_derive(seed, full_name))
                 nn.init.normal_(parameter, std=self.config.init_std, generator=generator)
 
     def forward(self, tokens: Int[Tensor, "B T"], *, loops: int | None = None) -> Float[Tensor, "B T vocab"]:

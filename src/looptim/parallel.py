@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
+from .config import ModelConfig
 from .model import LoopedLM
+from .nn import Block
 
 T = TypeVar("T")
 
@@ -112,17 +114,22 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def shard(model: LoopedLM, world: World) -> LoopedLM:
-    """Shard the model over all processes, block by block; one process keeps it whole.
+def build(config: ModelConfig, world: World, *, seed: int) -> LoopedLM:
+    """The model on this process's device, or this process's shard of it, sharded block by block as it is built.
 
-    A looped block is needed again at once, so it is not resharded after its forward; a plain one is.
+    So no process ever holds more of it than its shard and one block. A looped block is needed again at once, so it is
+    not resharded after its forward; a plain one is.
     """
-    if world.size == 1:
-        return model
-    for index, block in enumerate(model.blocks):
-        fully_shard(block, reshard_after_forward=model.config.visits(index) == 1)
-    fully_shard(model)
-    register_fsdp_forward_method(model, "loss")
+
+    def place(block: Block, index: int) -> None:
+        block.to(world.device)
+        if world.size > 1:
+            fully_shard(block, reshard_after_forward=config.visits(index) == 1)
+
+    model = LoopedLM(config, seed=seed, place=place).to(world.device)
+    if world.size > 1:
+        fully_shard(model)
+        register_fsdp_forward_method(model, "loss")
     return model
 
 

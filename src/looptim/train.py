@@ -91,12 +91,11 @@ def _open_together(config: Config, world: World, *, progress: bool) -> Dataset:
 
 def _prepare(config: Config, folder: Path, world: World, data: Dataset) -> Run:
     """Build everything; nothing is written."""
-    model = LoopedLM(config.model, seed=config.train.seed).to(world.device)
+    model = parallel.build(config.model, world, seed=config.train.seed)
     _check_loops(config, model)
     model.checkpointing = config.train.activation_checkpointing
     if config.train.compile:
         model.compile_blocks()
-    parallel.shard(model, world)
     optimizer = MuonAdamW(parameter_groups(model, lr=config.optim.lr, weight_decay=config.optim.weight_decay))
     return Run(config, folder, world, data, model, optimizer)
 
