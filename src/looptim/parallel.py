@@ -117,8 +117,8 @@ def _leave() -> None:
 def build(config: ModelConfig, world: World, *, seed: int) -> LoopedLM:
     """The model on this process's device, or this process's shard of it, sharded block by block as it is built.
 
-    So no process ever holds more of it than its shard and one block. A looped block is needed again at once, so it is
-    not resharded after its forward; a plain one is.
+    So no process holds more of it at once than its shard, a block or two, and what is in no block: embedding, head and
+    loops. A looped block is needed again at once, so it is not resharded after its forward; a plain one is.
     """
 
     def place(block: Block, index: int) -> None:
