@@ -1,6 +1,7 @@
 """What looptim does, in a few minutes: the zoo, a mismatch found and removed, and two looped models trained."""
 
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -58,4 +59,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("demo: stopped", file=sys.stderr)
+        sys.exit(130)

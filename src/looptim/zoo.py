@@ -29,14 +29,15 @@ def zoo(width: int = 64, steps: int = 3) -> list[dict[str, Any]]:
 def _row(name: str, width: int, steps: int) -> dict[str, Any]:
     loop = build(name, width=width, steps=steps)
     verdict = diagnose(loop)
-    return {**dataclasses.asdict(describe(loop)), "gap": verdict.gap, "hidden": verdict.hidden, "read": verdict.read}
+    measured = {"gap": verdict.gap, "hidden": verdict.hidden, "read": verdict.read}
+    return {**dataclasses.asdict(describe(loop)), "steps": steps, **measured}
 
 
 def cells(row: dict[str, Any]) -> list[str]:
     """A row as the strings of `COLUMNS`."""
     gap = f"{row['gap']:.2f}" + ("*" if row["hidden"] else "")
     verdict = "yes" if row["aligned"] else f"no, reads {row['read']}"
-    per = "per loop" if row["loop_specific"] else "shared"
+    per = f"in {row['steps']} loops" if row["loop_specific"] else "shared"
     shown = {**row, "gap": gap, "verdict": verdict, "parameters": f"{row['parameters']:,} {per}"}
     return [str(shown[key]) for key in COLUMNS]
 

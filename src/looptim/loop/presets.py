@@ -318,14 +318,16 @@ def operloop_transition(
     bias_std: float = 0.0,
 ) -> Transition:
     """OperLoop's transition, with every part exchangeable: the ground of the ablations and of the roadmap."""
-    make_step = choose("step", step, {"causal": CausalStep, "sigmoid": SigmoidStep, "unit": None})
+    make_step = choose("step", step, {"causal": CausalStep, "sigmoid": SigmoidStep, "unit": CausalStep})
     # A single stream cannot be read with exactly 1 through a sigmoid.
     read_init = min(1 / math.sqrt(streams), 0.9) if read_init is None else read_init
-    # Random weights are drawn in this order whatever is exchanged, so that with one seed the shared parts start equal.
+    # Random weights are drawn in this order whatever is exchanged, and a step's also where a unit step drops it: with
+    # one seed the parts that two variants share start equal, in every loop.
     read = StreamMap(width, streams, name="H_in", bias=logit(read_init), scale=scale)
     decay = StreamDecay(width, streams, bias=logit(decay_init), scale=scale)
     target = TargetBias(width, std=bias_std)
-    eta = make_step(streams * width, bias=logit(step_init), scale=scale) if make_step else ConstantStep()
+    drawn = make_step(streams * width, bias=logit(step_init), scale=scale)
+    eta = ConstantStep() if step == "unit" else drawn
     return Transition(projection(read), objective(), rule(eta, decay), target=target)
 
 
