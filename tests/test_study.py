@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -122,6 +123,7 @@ def test_a_study_leaves_a_table_figures_and_a_page(done):
     out = done / "out"
     names = {path.name for path in out.iterdir()}
     assert {"results.md", "results.tex", "results.csv", "results.json", "index.html", "study.json", "runs"} <= names
+    assert "runs.zip" in names
     assert {"loss.png", "difference.png", "state_norm.png", "grad_norm.png"} <= names
     assert "loops.png" not in names
     page = (out / "index.html").read_text()
@@ -172,6 +174,50 @@ def test_finished_runs_are_skipped_also_those_of_another_study(done, file, capfd
     rows = results(file.parent / "out")
     assert list(rows) == ["vanilla", "hyperloop", "operloop"]
     assert rows["operloop"] == results(done / "out")["operloop"]
+
+
+@pytest.fixture
+def archived(done, file):
+    """The folder of a finished study of which only the archive is left."""
+    (file.parent / "out").mkdir()
+    shutil.copy(done / "out" / "runs.zip", file.parent / "out")
+    return file.parent / "out"
+
+
+def test_a_study_goes_on_from_its_archive_where_its_runs_are_gone(done, file, archived, capfd):
+    lo.study(file, archived)
+    assert "runs are done" not in capfd.readouterr().err
+    for name in ("results.json", "results.md", "loss.png", "runs.zip"):
+        assert (archived / name).read_bytes() == (done / "out" / name).read_bytes(), name
+    assert not list(archived.glob("runs/*/checkpoints"))
+    changed(file, "seeds = [0, 1]", "seeds = [1, 2]")
+    lo.study(file, archived)
+    assert "2 of 4 runs are done" in capfd.readouterr().err
+    before, rows = results(done / "out"), results(archived)
+    assert all(rows[name]["loss"]["values"][0] == before[name]["loss"]["values"][1] for name in before)
+    # A seed that is left out stays in the archive.
+    with zipfile.ZipFile(archived / "runs.zip") as zipped:
+        assert len({name.partition("/")[0] for name in zipped.namelist()}) == 6
+
+
+def test_an_archive_brings_only_what_is_missing(done, file, archived):
+    cell = load_plan(file).cells[0]
+    begun = archived / "runs" / cell.name
+    shutil.copytree(done / "out" / "runs" / cell.name, begun)
+    (begun / "mine").touch()
+    lo.study(file, archived, progress=False)
+    assert (begun / "mine").exists() and (begun / "checkpoints").exists()
+    assert results(archived) == results(done / "out")
+
+
+def test_a_damaged_archive_is_one_sentence(file, archived):
+    archive = archived / "runs.zip"
+    whole = archive.read_bytes()
+    for harm in (whole[: len(whole) // 2], b"", whole.replace(whole[500:520], b"x" * 20)):
+        archive.write_bytes(harm)
+        with pytest.raises(ValueError, match=r"runs.zip is damaged \(.*\); get it again, or delete it, and the runs"):
+            lo.study(file, archived, progress=False)
+        assert [path.name for path in archived.iterdir()] == ["runs.zip"]
 
 
 def stopped(file, number, jobs=1):
@@ -528,7 +574,7 @@ def test_a_finished_run_of_another_config_is_noticed(done, file):
     shutil.copytree(done / "out" / "runs", file.parent / "runs")
     cell = load_plan(file).cells[0]
     changed(file.parent / "runs" / cell.name / "config.toml", "weight_decay = 0.1", "weight_decay = 0.9")
-    with pytest.raises(ValueError, match=r"has another config \(optim.weight_decay: 0.9 -> 0.1\); delete it"):
+    with pytest.raises(ValueError, match=r"has another config \(optim.weight_decay: 0.9 -> 0.1\); give another --out"):
         lo.study(file, file.parent / "out", runs=file.parent / "runs", progress=False)
 
 

@@ -17,6 +17,7 @@ from ..report.page import document, embedded, write_report
 from ..rundir import claimed
 from .figures import FIGURES, draw
 from .grid import run_grid
+from .records import ARCHIVE, pack, unpack
 from .results import Outcome, as_json, check_runs, outcomes
 from .spec import Plan, Study, Variant, load_plan
 from .tables import tables
@@ -37,7 +38,8 @@ def study(
     """Run a study and write its table, figures and page into `out`; the page's path is returned.
 
     Finished runs are skipped and cut ones resumed. Runs go to `runs` (OUT/runs by default): studies that are given
-    the same folder share the runs they have in common. `jobs` of them are trained at a time.
+    the same folder share the runs they have in common. `jobs` of them are trained at a time. What finished runs logged
+    is also kept in OUT/runs.zip, from which the study goes on where the runs themselves are gone.
     """
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}")
@@ -47,6 +49,7 @@ def study(
     _check_folder(out, plan)
     if progress:
         _introduce(plan)
+    unpack(plan, out / ARCHIVE, folder)
     check_runs(plan, folder, progress=progress)
     with claimed(out):
         write_whole(out / "study.json", json.dumps(plan.identity(), indent=2))
@@ -55,9 +58,9 @@ def study(
             run_grid(plan, folder, failures, jobs=jobs, progress=progress)
         except KeyboardInterrupt:
             # What is there is worth seeing; the tables say what is missing.
-            write(plan, outcomes(plan, folder, failures), out)
+            write(plan, outcomes(plan, folder, failures), folder, out)
             raise
-        return write(plan, outcomes(plan, folder, failures), out)
+        return write(plan, outcomes(plan, folder, failures), folder, out)
 
 
 def _introduce(plan: Plan) -> None:
@@ -90,12 +93,13 @@ def _check_folder(out: Path, plan: Plan) -> None:
         )
 
 
-def write(plan: Plan, found: Sequence[Outcome], out: Path) -> Path:
-    """Tables, figures and the page of what is there."""
+def write(plan: Plan, found: Sequence[Outcome], runs: Path, out: Path) -> Path:
+    """Tables, figures, the page and the archive of what is there."""
     made = tables(plan, found)
     pictures, files = render(lambda: draw(plan, found))
     for kind, form in FORMATS.items():
         files[f"results.{kind}"] = form(made).encode()
+    files[ARCHIVE] = pack(plan, runs, out / ARCHIVE)
     files["results.json"] = (json.dumps(as_json(plan, found), indent=2) + "\n").encode()
     files["index.html"] = _page(plan, found, made, pictures, files).encode()
     write_report(out, files, figures=FIGURES)

@@ -40,12 +40,27 @@ def task_of(config: Config) -> str | None:
 
 
 def is_finished(cell: Cell, runs: Path) -> bool:
-    """Whether a run has its last checkpoint and, for a task, its exact match."""
+    """Whether a run has its last checkpoint and, for a task, its exact match.
+
+    One that came without checkpoints, out of the archive of a study, has its last validation.
+    """
     folder = runs / cell.name
     last = checkpoint.latest(folder)
+    record = _last_line(folder, "valid_loss") if last is None else checkpoint.read_record(last)
+    answers = answers_of(cell)
+    return record.get("step") == cell.config.train.steps and (answers is None or (folder / answers).is_file())
+
+
+def answers_of(cell: Cell) -> str | None:
+    """The file of a run that has its exact match, where it learns a task."""
     task = task_of(cell.config)
-    trained = last is not None and checkpoint.read_record(last)["step"] == cell.config.train.steps
-    return trained and (task is None or (folder / "eval" / f"{task}.limit{PROBLEMS}.json").is_file())
+    return task and f"eval/{task}.limit{PROBLEMS}.json"
+
+
+def files_of(cell: Cell) -> list[str]:
+    """The files of a finished run that its study is made from."""
+    answers = answers_of(cell)
+    return ["config.toml", "env.json", "metrics.jsonl", *([answers] if answers else [])]
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from .. import rundir
 from ..data import open_data
 from ..recipe import load_config
 from ..report import Run, read_run
-from .grid import PROBLEMS, is_finished, task_of
+from .grid import answers_of, is_finished, task_of
 from .spec import Cell, Plan
 
 QUANTILES = (
@@ -88,9 +88,7 @@ def _check_config(cell: Cell, folder: Path) -> None:
     written = folder / "config.toml"
     changes = rundir.difference(load_config(written), cell.config) if written.is_file() else []
     if changes:
-        raise ValueError(
-            f"the run {folder} has another config ({'; '.join(changes)}); delete it, or give another --runs"
-        )
+        raise ValueError(f"the run {folder} has another config ({'; '.join(changes)}); give another --out (and --runs)")
 
 
 def outcomes(
@@ -125,7 +123,7 @@ def outcomes(
     if len(seen) > 1:
         raise ValueError(
             f"{' and '.join(list(seen.values())[:2])} in {runs} see different data, so they cannot be compared; "
-            "delete those of the older data, or give another --runs"
+            "give another --out (and --runs)"
         )
     return list(found.values())
 
@@ -148,11 +146,10 @@ def _read(cell: Cell, runs: Path) -> Run:
 
 
 def _exact_match(cell: Cell, runs: Path) -> float | None:
-    task = task_of(cell.config)
-    if task is None:
+    answers = answers_of(cell)
+    if answers is None:
         return None
-    record = json.loads((runs / cell.name / "eval" / f"{task}.limit{PROBLEMS}.json").read_text())
-    return record["results"]["exact_match,none"]
+    return json.loads((runs / cell.name / answers).read_text())["results"]["exact_match,none"]
 
 
 def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate | None:

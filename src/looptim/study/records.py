@@ -1,0 +1,57 @@
+"""What finished runs leave behind without their checkpoints: one file to keep, to share, to go on from elsewhere."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import zipfile
+import zlib
+from pathlib import Path
+
+from .grid import files_of, is_finished
+from .spec import Plan
+
+ARCHIVE = "runs.zip"
+"""In the folder of a study."""
+
+
+def pack(plan: Plan, runs: Path, archive: Path) -> bytes:
+    """The content of `archive`, which need not be there, with the finished runs of a study put in."""
+    packed = _read(archive)
+    for cell in plan.cells:
+        if is_finished(cell, runs):
+            packed |= {f"{cell.name}/{file}": (runs / cell.name / file).read_bytes() for file in files_of(cell)}
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as zipped:
+        for name, data in sorted(packed.items()):
+            # Without a date the same runs make the same bytes.
+            zipped.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED, compresslevel=9)
+    return buffer.getvalue()
+
+
+def unpack(plan: Plan, archive: Path, runs: Path) -> None:
+    """Put the runs of a study that `archive` has and `runs` has not there, each of them whole or not at all."""
+    packed = _read(archive)
+    for cell in plan.cells:
+        files = {file: packed[f"{cell.name}/{file}"] for file in files_of(cell) if f"{cell.name}/{file}" in packed}
+        if not files or (runs / cell.name).exists():
+            continue
+        aside = runs / f".{cell.name}.partial"
+        shutil.rmtree(aside, ignore_errors=True)
+        for file, data in files.items():
+            (aside / file).parent.mkdir(parents=True, exist_ok=True)
+            (aside / file).write_bytes(data)
+        aside.rename(runs / cell.name)
+
+
+def _read(archive: Path) -> dict[str, bytes]:
+    """The files in an archive by their names."""
+    if not archive.is_file():
+        return {}
+    try:
+        with zipfile.ZipFile(archive) as zipped:
+            return {name: zipped.read(name) for name in zipped.namelist()}
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(
+            f"{archive} is damaged ({error}); get it again, or delete it, and the runs that are missing are trained"
+        ) from None
