@@ -424,13 +424,13 @@ def test_loops_are_drawn_over_depths(file):
     lo.study(file, file.parent / "out", progress=False)
     assert (file.parent / "out" / "loops.png").is_file()
     plan = load_plan(file)
-    pictures = {picture.name: picture for picture in draw(plan, outcomes(plan, file.parent / "out" / "runs", {}))}
+    pictures = {picture.name: picture for picture in draw(plan, outcomes(plan, file.parent / "out" / "runs"))}
     (legend,) = pictures["loops"].figure.legends
     # Models that differ in more than their depth are not joined by a line.
     assert [text.get_text() for text in legend.get_texts()] == ["vanilla", "operloop", "operloop, streams 2"]
 
 
-def test_a_run_that_diverges_is_a_result_and_the_others_go_on(file):
+def test_a_run_that_diverges_is_a_result_and_the_others_go_on(file, capfd):
     changed(file, 'against = "vanilla"', "options = { read_init = 0.4 }")
     changed(file, "seeds = [0, 1]", "seeds = [0]")
     # A learning rate no variant survives, for the others the study as it is.
@@ -439,6 +439,12 @@ def test_a_run_that_diverges_is_a_result_and_the_others_go_on(file):
     rows = results(file.parent / "out")
     assert all("is not finite" in row["failures"]["0"] for row in rows.values())
     assert "did not finish: the" in (file.parent / "out" / "results.md").read_text()
+    # It would diverge again: it is not tried again, not even where only the archive is left.
+    shutil.rmtree(file.parent / "out" / "runs")
+    capfd.readouterr()
+    lo.study(file, file.parent / "out")
+    assert "runs are done" not in capfd.readouterr().err
+    assert results(file.parent / "out") == rows
 
 
 def last_validation(text):
@@ -506,8 +512,11 @@ def test_names_with_brackets_are_shown(file, monkeypatch, capsys):
     changed(file, "[variants.operloop]", '[variants."operloop [a]"]')
     plan = load_plan(file)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    run = file.parent / plan.cells[1].name
+    run.mkdir()
+    (run / "diverged.txt").write_text("why")
     with Meter(plan, plan.cells, file.parent, show=True) as meter:
-        meter.finished(plan.cells[1], "why")
+        meter.finished(plan.cells[1])
     assert "operloop [a], seed 0: why (1 of 4 runs" in capsys.readouterr().err
 
 

@@ -53,14 +53,13 @@ def study(
     check_runs(plan, folder, progress=progress)
     with claimed(out):
         write_whole(out / "study.json", json.dumps(plan.identity(), indent=2))
-        failures: dict[str, str] = {}
         try:
-            run_grid(plan, folder, failures, jobs=jobs, progress=progress)
+            run_grid(plan, folder, jobs=jobs, progress=progress)
         except KeyboardInterrupt:
             # What is there is worth seeing; the tables say what is missing.
-            write(plan, outcomes(plan, folder, failures), folder, out)
+            write(plan, outcomes(plan, folder), folder, out)
             raise
-        return write(plan, outcomes(plan, folder, failures), folder, out)
+        return write(plan, outcomes(plan, folder), folder, out)
 
 
 def _introduce(plan: Plan) -> None:

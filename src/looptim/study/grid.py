@@ -25,12 +25,16 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .. import checkpoint, rundir
 from ..config import Config
+from ..disk import write_whole
 from ..evaluate import evaluate
 from ..evaluate.progress import duration
 from ..evaluate.reasoning import COUNT as PROBLEMS
 from ..train import train
 from ..updates import DivergedError
 from .spec import Cell, Plan
+
+DIVERGED = "diverged.txt"
+"""The file of a run that says why it came to no end."""
 
 
 def task_of(config: Config) -> str | None:
@@ -51,16 +55,21 @@ def is_finished(cell: Cell, runs: Path) -> bool:
     return record.get("step") == cell.config.train.steps and (answers is None or (folder / answers).is_file())
 
 
+def divergence(cell: Cell, runs: Path) -> str | None:
+    """Why a run came to no end: it would each time, so that it is not tried again."""
+    file = runs / cell.name / DIVERGED
+    return file.read_text() if file.is_file() else None
+
+
+def is_settled(cell: Cell, runs: Path) -> bool:
+    """Whether nothing is left to do for a run."""
+    return is_finished(cell, runs) or divergence(cell, runs) is not None
+
+
 def answers_of(cell: Cell) -> str | None:
     """The file of a run that has its exact match, where it learns a task."""
     task = task_of(cell.config)
     return task and f"eval/{task}.limit{PROBLEMS}.json"
-
-
-def files_of(cell: Cell) -> list[str]:
-    """The files of a finished run that its study is made from."""
-    answers = answers_of(cell)
-    return ["config.toml", "env.json", "metrics.jsonl", *([answers] if answers else [])]
 
 
 @contextmanager
@@ -77,9 +86,9 @@ def _sigterm_as_ctrl_c() -> Iterator[None]:
 
 
 @_sigterm_as_ctrl_c()
-def run_grid(plan: Plan, runs: Path, failures: dict[str, str], *, jobs: int, progress: bool) -> None:
-    """Train every run that is not finished, `jobs` at a time; `failures` gets why those failed that diverged."""
-    waiting = list({cell.name: cell for cell in plan.cells if not is_finished(cell, runs)}.values())
+def run_grid(plan: Plan, runs: Path, *, jobs: int, progress: bool) -> None:
+    """Train every run that is not settled, `jobs` at a time."""
+    waiting = list({cell.name: cell for cell in plan.cells if not is_settled(cell, runs)}.values())
     if not waiting:
         return
     threads = max(1, torch.get_num_threads() // jobs)
@@ -89,12 +98,7 @@ def run_grid(plan: Plan, runs: Path, failures: dict[str, str], *, jobs: int, pro
     pool = ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_start_worker, initargs=(os.getpid(), threads, stop))
     try:
         with meter:
-            _follow(
-                waiting,
-                lambda cell: pool.submit(_run, cell.config.model_dump(), str(runs / cell.name)),
-                meter,
-                failures,
-            )
+            _follow(waiting, lambda cell: pool.submit(_run, cell.config.model_dump(), str(runs / cell.name)), meter)
     except BrokenProcessPool:
         raise ValueError(
             "a worker was killed, perhaps for want of memory; the same command continues, fewer --jobs need less"
@@ -107,23 +111,19 @@ def run_grid(plan: Plan, runs: Path, failures: dict[str, str], *, jobs: int, pro
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _follow(
-    waiting: list[Cell], submit: Callable[[Cell], Future[str | None]], meter: Meter, failures: dict[str, str]
-) -> None:
+def _follow(waiting: list[Cell], submit: Callable[[Cell], Future[None]], meter: Meter) -> None:
     futures = {submit(cell): cell for cell in waiting}
     while futures:
         done, _ = wait(futures, timeout=1.0, return_when=FIRST_COMPLETED)
         for future in done:
             cell = futures.pop(future)
             try:
-                failure = future.result()
+                future.result()
             except rundir.HeldError:
                 # Another study that shares the run is at it, and what it does counts for us too: others come first.
                 futures[submit(cell)] = cell
                 continue
-            if failure is not None:
-                failures[cell.name] = failure
-            meter.finished(cell, failure)
+            meter.finished(cell)
         meter.tick()
 
 
@@ -154,8 +154,8 @@ def _start_worker(parent: int, threads: int, stop: Event) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _run(config: dict[str, Any], folder: str) -> str | None:
-    """Train one run, and ask it its task; the reason if it diverged. A HeldError if another study is at it."""
+def _run(config: dict[str, Any], folder: str) -> None:
+    """Train one run, and ask it its task. A HeldError if another study is at it."""
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if _stop.is_set():
@@ -165,9 +165,8 @@ def _run(config: dict[str, Any], folder: str) -> str | None:
         task = task_of(resolved)
         if task is not None:
             _ask(task, Path(folder))
-        return None
     except DivergedError as error:
-        return str(error)
+        write_whole(Path(folder) / DIVERGED, str(error))
     except rundir.HeldError:
         # Where all that is left is held, a study should not spend its time on asking.
         time.sleep(2)
@@ -213,12 +212,12 @@ class Meter:
         if self.bar is not None:
             self.bar.stop()
 
-    def finished(self, cell: Cell, failure: str | None) -> None:
+    def finished(self, cell: Cell) -> None:
         self.open.discard(cell.name)
         if not self.show:
             return
         loss = _last_line(self.runs / cell.name, "valid_loss").get("valid_loss", math.nan)
-        said = failure or f"validation loss {loss:.4f}"
+        said = divergence(cell, self.runs) or f"validation loss {loss:.4f}"
         line = f"{cell.variant}, seed {cell.seed}: {said} ({self._so_far()})"
         self.bar.console.print(line) if self.bar else print(line, file=sys.stderr, flush=True)
 

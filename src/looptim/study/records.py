@@ -1,4 +1,4 @@
-"""What finished runs leave behind without their checkpoints: one file to keep, to share, to go on from elsewhere."""
+"""What settled runs leave behind without their checkpoints: one file to keep, to share, to go on from elsewhere."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import zipfile
 import zlib
 from pathlib import Path
 
-from .grid import files_of, is_finished
-from .spec import Plan
+from .grid import DIVERGED, answers_of, is_settled
+from .spec import Cell, Plan
 
 ARCHIVE = "runs.zip"
 """In the folder of a study."""
 
 
 def pack(plan: Plan, runs: Path, archive: Path) -> bytes:
-    """The content of `archive`, which need not be there, with the finished runs of a study put in."""
+    """The content of `archive`, which need not be there, with the settled runs of a study put in."""
     packed = _read(archive)
     for cell in plan.cells:
-        if is_finished(cell, runs):
-            packed |= {f"{cell.name}/{file}": (runs / cell.name / file).read_bytes() for file in files_of(cell)}
+        if is_settled(cell, runs):
+            there = [file for file in files_of(cell) if (runs / cell.name / file).is_file()]
+            packed |= {f"{cell.name}/{file}": (runs / cell.name / file).read_bytes() for file in there}
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as zipped:
         for name, data in sorted(packed.items()):
@@ -42,6 +43,12 @@ def unpack(plan: Plan, archive: Path, runs: Path) -> None:
             (aside / file).parent.mkdir(parents=True, exist_ok=True)
             (aside / file).write_bytes(data)
         aside.rename(runs / cell.name)
+
+
+def files_of(cell: Cell) -> list[str]:
+    """The files of a run that its study is made from, if they are there."""
+    answers = answers_of(cell)
+    return ["config.toml", "env.json", "metrics.jsonl", DIVERGED, *([answers] if answers else [])]
 
 
 def _read(archive: Path) -> dict[str, bytes]:

@@ -17,7 +17,7 @@ from .. import rundir
 from ..data import open_data
 from ..recipe import load_config
 from ..report import Run, read_run
-from .grid import answers_of, is_finished, task_of
+from .grid import answers_of, divergence, is_finished, is_settled, task_of
 from .spec import Cell, Plan
 
 QUANTILES = (
@@ -72,7 +72,7 @@ def check_runs(plan: Plan, runs: Path, *, progress: bool) -> None:
     """Open the data, if a run is missing, and look at the runs that are there, before hours go into others."""
     for cell in plan.cells:
         _check_config(cell, runs / cell.name)
-    if all(is_finished(cell, runs) for cell in plan.cells):
+    if all(is_settled(cell, runs) for cell in plan.cells):
         return
     config = plan.cells[0].config
     if task_of(config) and importlib.util.find_spec("transformers") is None:
@@ -80,7 +80,7 @@ def check_runs(plan: Plan, runs: Path, *, progress: bool) -> None:
     data = open_data(
         config.data, vocab_size=config.model.vocab_size, seq_len=config.train.seq_len, progress=progress
     ).fingerprint
-    outcomes(plan, runs, {}, seen={_text(data): "the runs that are missing"})
+    outcomes(plan, runs, seen={_text(data): "the runs that are missing"})
 
 
 def _check_config(cell: Cell, folder: Path) -> None:
@@ -91,16 +91,16 @@ def _check_config(cell: Cell, folder: Path) -> None:
         raise ValueError(f"the run {folder} has another config ({'; '.join(changes)}); give another --out (and --runs)")
 
 
-def outcomes(
-    plan: Plan, runs: Path, failures: Mapping[str, str], *, seen: Mapping[str, str] | None = None
-) -> list[Outcome]:
-    """Every variant's finished runs. That they are whole and all saw the same data, and that in `seen`, is checked."""
+def outcomes(plan: Plan, runs: Path, *, seen: Mapping[str, str] | None = None) -> list[Outcome]:
+    """Every variant's settled runs. That they are whole and all saw the same data, and that in `seen`, is checked."""
     found = {name: Outcome(name, {}, {}, {}, {}) for name in plan.study.variants}
     seen = dict(seen or {})
     for cell in plan.cells:
         outcome = found[cell.variant]
-        if cell.name in failures:
-            outcome.failures[cell.seed] = failures[cell.name]
+        diverged = divergence(cell, runs)
+        if diverged is not None:
+            outcome.failures[cell.seed] = diverged
+            continue
         if not is_finished(cell, runs):
             continue
         try:
