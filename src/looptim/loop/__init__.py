@@ -7,8 +7,8 @@ from .diagnose import Diagnosis, align, check_gradient, diagnose
 from .maps import Map
 from .objectives import Objective
 from .part import Context, Gate, Part
-from .presets import PRESETS, build, register
 from .projections import MapPart, Projection
+from .registry import PRESETS, build, register
 from .rules import Carry, Rule
 from .trace import Trace, trace
 from .transition import Loop, Record, Target, TargetBias, TargetNorm, Transition

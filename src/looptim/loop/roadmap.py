@@ -8,8 +8,9 @@ from typing import Any
 
 from .controls import Decay, Step
 from .objectives import PseudoHuber
-from .presets import operloop_transition, register, streamed
+from .presets import operloop_transition, streamed
 from .projections import BoundedRead
+from .registry import register
 from .rules import HeavyBall, Hyperball, MomentumRule, Muon, Nesterov, Rule
 from .transition import Loop
 

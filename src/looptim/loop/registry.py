@@ -1,0 +1,82 @@
+"""Presets by name: how they are entered, how one is built, and what its options may be."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from numbers import Integral, Real
+from typing import Any, TypeVar
+
+from .transition import Loop
+
+T = TypeVar("T")
+
+PRESETS: dict[str, Callable[..., Loop]] = {}
+"""Name to preset. Add your own: `PRESETS["mine"] = lambda width, steps: Loop(...)`."""
+
+
+def build(name: str, *, width: int, steps: int, **options: Any) -> Loop:
+    """The preset `name` for inputs of `width`, looped `steps` times.
+
+    >>> build("vanilla", width=8, steps=3).name
+    'vanilla'
+    """
+    preset = choose("preset", name, PRESETS)
+    parameters = inspect.signature(preset).parameters
+    known = [name for name in parameters if name not in ("width", "steps")]
+    unknown = sorted(set(options) - set(known))
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if unknown and not takes_any:
+        listed = f"its options are {', '.join(known)}" if known else "it has no options"
+        raise ValueError(f"{name} has no option {', '.join(map(repr, unknown))}; {listed}")
+    for key, value in {"width": width, "steps": steps, "streams": options.get("streams", 1)}.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{key} must be a whole number of at least 1, got {value!r}")
+    for key in sorted(options.keys() & parameters.keys()):
+        _check_option(name, parameters[key], options[key])
+    return preset(width, steps, **options)
+
+
+KINDS: dict[str, tuple[type, str]] = {
+    "bool": (bool, "true or false"),
+    "int": (Integral, "a whole number"),
+    "float": (Real, "a number"),
+    "None": (type(None), "none"),
+}
+"""What the annotation of an option says of its value; a word, or whatever else, is for the preset to check."""
+
+
+def _check_option(preset: str, option: inspect.Parameter, value: Any) -> None:
+    # Recipes and --set bring whatever was written there, and the text "False" would count as true.
+    given = option.annotation if isinstance(option.annotation, str) else inspect.formatannotation(option.annotation)
+    if not KINDS.keys() >= set(given.split(" | ")):
+        return
+    kinds = [KINDS[word] for word in given.split(" | ")]
+    if not any(isinstance(value, kind) and (kind is bool) == isinstance(value, bool) for kind, _ in kinds):
+        wanted = " or ".join(words for _, words in kinds)
+        raise ValueError(f"{option.name} of {preset} must be {wanted}, got {value!r}")
+
+
+def choose(what: str, value: str, known: Mapping[str, T]) -> T:
+    """`known[value]`, or a ValueError that names the nearest and lists them all."""
+    if isinstance(value, str) and value in known:
+        return known[value]
+    near = difflib.get_close_matches(str(value), known, n=1)
+    hint = f", did you mean {near[0]!r}?" if near else ";"
+    raise ValueError(f"unknown {what} {value!r}{hint} known: {', '.join(known)}")
+
+
+def register(preset: Callable[..., Loop]) -> Callable[..., Loop]:
+    """Enter a preset under its function's name, which with its docstring becomes the loop's name and summary."""
+    name = preset.__name__
+
+    @functools.wraps(preset)
+    def named(*args: Any, **options: Any) -> Loop:
+        loop = preset(*args, **options)
+        loop.name, loop.summary = name, inspect.cleandoc(preset.__doc__ or "").split("\n\n")[0].replace("\n", " ")
+        return loop
+
+    PRESETS[name] = named
+    return named
