@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import lzma
-import shutil
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -34,15 +34,21 @@ def unpack(plan: Plan, archive: Path, runs: Path) -> None:
     """Put the runs of a study that `archive` has and `runs` has not there, each of them whole or not at all."""
     packed = _read(archive)
     for cell in plan.cells:
-        files = {file: packed[f"{cell.name}/{file}"] for file in files_of(cell) if f"{cell.name}/{file}" in packed}
-        if not files or (runs / cell.name).exists():
+        names = {f"{cell.name}/{file}" for file in files_of(cell)} & packed.keys()
+        if not names or (runs / cell.name).exists():
             continue
-        aside = runs / f".{cell.name}.partial"
-        shutil.rmtree(aside, ignore_errors=True)
-        for file, data in files.items():
-            (aside / file).parent.mkdir(parents=True, exist_ok=True)
-            (aside / file).write_bytes(data)
-        aside.rename(runs / cell.name)
+        runs.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".unpack-", dir=runs) as aside:
+            for name in names:
+                file = Path(aside, name)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(packed[name])
+            try:
+                Path(aside, cell.name).rename(runs / cell.name)
+            except OSError:
+                # Another study that shares the folder may have been faster.
+                if not (runs / cell.name).exists():
+                    raise
 
 
 def files_of(cell: Cell) -> list[str]:
