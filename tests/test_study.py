@@ -278,6 +278,41 @@ def test_a_run_that_another_study_is_at_comes_last_and_is_waited_for(done, file)
     assert results(file.parent / "out") == results(done / "out")
 
 
+def test_a_run_that_diverges_for_another_study_is_not_tried_again(done, file):
+    runs = shutil.copytree(done / "out" / "runs", file.parent / "runs")
+    held = load_plan(file).cells[0]
+    shutil.rmtree(runs / held.name)
+    with ThreadPoolExecutor() as pool:
+        with claimed(runs / held.name):
+            page = pool.submit(lo.study, file, file.parent / "out", runs=runs, progress=False)
+            deadline = time.monotonic() + 300
+            while not (file.parent / "out" / "study.json").exists():
+                assert time.monotonic() < deadline, "the study has not begun"
+                time.sleep(0.1)
+            (runs / held.name / "diverged.txt").write_text("why")
+        page.result()
+    assert results(file.parent / "out")["vanilla"]["failures"] == {"0": "why"}
+    assert not (runs / held.name / "checkpoints").exists()
+
+
+def test_sigterm_before_the_first_run_is_one_line(file):
+    (file.parent / "text.txt").write_text("\n".join(f"{i} times {i + 7} is {i * (i + 7)}" for i in range(200_000)))
+    changed(file.parent / "recipe.toml", "synthetic:addition", str(file.parent / "text.txt"))
+    changed(file.parent / "recipe.toml", "vocab_size = 257", "vocab_size = 2048")
+    command = [sys.executable, "-m", "looptim", "study", str(file), "--out", str(file.parent / "out")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("training a tokenizer"):
+            break
+    process.send_signal(signal.SIGTERM)
+    rest = process.stderr.read()
+    assert process.wait() == 130
+    assert rest.endswith(f"looptim: stopped; the same command continues {file.parent / 'out'}\n")
+    assert "Traceback" not in rest
+    assert not (file.parent / "out").exists()
+
+
 def test_a_killed_study_continues_and_ends_with_the_same_table(done, file):
     stopped(file, signal.SIGKILL)
     lo.study(file, file.parent / "out", progress=False)

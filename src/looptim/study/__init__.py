@@ -16,7 +16,7 @@ from ..report.figures import Picture, render
 from ..report.page import document, embedded, write_report
 from ..rundir import claimed
 from .figures import FIGURES, draw
-from .grid import run_grid
+from .grid import run_grid, sigterm_as_ctrl_c
 from .records import ARCHIVE, pack, unpack
 from .results import Outcome, as_json, check_runs, outcomes
 from .spec import Plan, Study, Variant, load_plan
@@ -25,6 +25,7 @@ from .tables import tables
 __all__ = ["Plan", "Study", "Variant", "load_plan", "study"]
 
 
+@sigterm_as_ctrl_c()
 def study(
     path: str | Path,
     out: str | Path,

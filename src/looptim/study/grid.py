@@ -73,7 +73,7 @@ def answers_of(cell: Cell) -> str | None:
 
 
 @contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[None]:
+def sigterm_as_ctrl_c() -> Iterator[None]:
     """Schedulers stop a job with SIGTERM, which would end the study and leave its runs without a checkpoint."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -85,7 +85,6 @@ def _sigterm_as_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-@_sigterm_as_ctrl_c()
 def run_grid(plan: Plan, runs: Path, *, jobs: int, progress: bool) -> None:
     """Train every run that is not settled, `jobs` at a time."""
     waiting = list({cell.name: cell for cell in plan.cells if not is_settled(cell, runs)}.values())
@@ -156,6 +155,9 @@ def _start_worker(parent: int, threads: int, stop: Event) -> None:
 
 def _run(config: dict[str, Any], folder: str) -> None:
     """Train one run, and ask it its task. A HeldError if another study is at it."""
+    if (Path(folder) / DIVERGED).is_file():
+        # Another study that shares the run has just found out.
+        return
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if _stop.is_set():
