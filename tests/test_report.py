@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import looptim
-from looptim.report import Run, colour_of, draw, read_run, report, style_of
+from looptim.report import colour_of, draw, read_run, report, style_of
 from looptim.report.figures import smooth
 from looptim.report.style import COLOURS, styles_of
 
@@ -237,12 +237,12 @@ def test_every_preset_has_a_colour_of_its_own():
 def test_no_two_lines_of_a_figure_look_the_same():
     names = [name for name in looptim.PRESETS if not name.startswith("operloop_")] + ["operloop"] * 3
     for presets in (list(looptim.PRESETS), names, ["operloop"] * 6):
-        styles = styles_of([Run(name, [], {"loop.preset": name}, {}) for name in presets])
+        styles = styles_of(presets)
         assert len({str(style) for style in styles}) == len(presets)
 
 
 def test_runs_of_one_transition_differ_in_shade_and_dash(tmp_path):
     runs = [read_run(write_run(tmp_path / f"seed{seed}", SMALL, seed=seed)) for seed in range(3)]
-    styles = styles_of(runs)
+    styles = styles_of([run.preset for run in runs])
     assert styles[0]["color"] == colour_of("operloop")
     assert len({str(style["color"]) for style in styles}) == len({str(style["linestyle"]) for style in styles}) == 3

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..disk import sync
 from .figures import FIGURES, Picture, draw, render
 from .runs import Run, read_runs
 
@@ -168,8 +169,10 @@ def _write(out: Path, files: Mapping[str, bytes]) -> None:
         with tempfile.TemporaryDirectory(prefix=".report-", dir=out) as aside:
             for name, data in files.items():
                 (Path(aside) / name).write_bytes(data)
+                sync(Path(aside) / name)
             for name in files:
                 (Path(aside) / name).replace(out / name)
+            sync(out)
     except BaseException:
         if created:
             shutil.rmtree(out, ignore_errors=True)

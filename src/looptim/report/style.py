@@ -9,8 +9,6 @@ from typing import Any
 
 from matplotlib.colors import to_hex, to_rgb
 
-from .runs import Run
-
 RC: Any = {
     "font.size": 10,
     "axes.titlesize": 10,
@@ -85,21 +83,20 @@ def _onwards(linestyle: Any) -> list[int]:
     return [(first + step) % len(LINESTYLES) for step in range(len(LINESTYLES))]
 
 
-def styles_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """A style for each run: its transition's, in another shade and dash for the second run of the same transition.
+def styles_of(presets: Sequence[str]) -> list[dict[str, Any]]:
+    """A style for each run by its transition: that of the transition, in another shade and dash for its second run.
 
     Shades of a colour tell three apart; where there are more of one transition, they have colours of their own.
     """
-    presets = [run.preset for run in runs]
     # The two that everything is compared with come last: readers of several figures know their colours.
     known = (COLOURS["none"], COLOURS["vanilla"])
     spare = sorted(dict.fromkeys(COLOURS.values()), key=known.__contains__)
     others = [colour for colour in spare if colour not in map(colour_of, presets)] or spare
     styles, seen, taken = [], dict.fromkeys(presets, 0), set()
-    for run in runs:
-        again, style = seen[run.preset], style_of(run.preset)
-        seen[run.preset] += 1
-        if again and presets.count(run.preset) > 3:
+    for preset in presets:
+        again, style = seen[preset], style_of(preset)
+        seen[preset] += 1
+        if again and presets.count(preset) > 3:
             place = again % len(LINESTYLES)
             style = {
                 "color": others[(again - 1) % len(others)],
@@ -109,7 +106,7 @@ def styles_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
         elif again:
             hue, light, saturation = colorsys.rgb_to_hls(*to_rgb(style["color"]))
             light = light * 0.6**again if again % 2 else 1 - (1 - light) * 0.7**again
-            dash = (2 * again + run.preset.endswith("_aligned")) % len(LINESTYLES)
+            dash = (2 * again + preset.endswith("_aligned")) % len(LINESTYLES)
             style = {
                 "color": to_hex(colorsys.hls_to_rgb(hue, light, saturation)),
                 "linestyle": LINESTYLES[dash],

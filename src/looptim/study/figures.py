@@ -48,7 +48,9 @@ def draw(plan: Plan, found: Sequence[Outcome]) -> list[Picture]:
     reference = next((outcome for outcome in done if outcome.variant == plan.study.reference), None)
     if not done:
         return []
-    styles = dict(zip((o.variant for o in done), styles_of([_first(o) for o in done]), strict=True))
+    # Of all variants, so that none changes its looks when another is done.
+    variants = plan.study.variants
+    styles = dict(zip(variants, styles_of([variant.preset for variant in variants.values()]), strict=True))
     drawn = [
         _loss(done, reference, styles),
         _difference(done, reference, styles),
@@ -127,7 +129,9 @@ def _difference(done: Sequence[Outcome], reference: Outcome | None, styles: Styl
             if value is None:
                 continue
             style = styles[outcome.variant]
-            axes.scatter(value.values, [row] * len(value.values), s=12, color=style["color"], alpha=0.45, linewidths=0)
+            # Beside the interval, which would cover them.
+            beside = [row + 0.22] * len(value.values)
+            axes.scatter(value.values, beside, s=12, color=style["color"], alpha=0.45, linewidths=0)
             axes.errorbar(
                 value.mean, row, xerr=value.half, color=style["color"], marker=style["marker"], markersize=5, capsize=3
             )
@@ -135,26 +139,29 @@ def _difference(done: Sequence[Outcome], reference: Outcome | None, styles: Styl
         axes.set_ylim(len(others) - 0.5, -0.5)
         axes.grid(axis="y", visible=False)
         axes.xaxis.set_major_locator(MaxNLocator(6))
-        axes.set_xlabel(f"{measure.label}, {measure.better} is better")
+        axes.set_xlabel(f"difference in {measure.label}, {measure.better} is better")
     caption = "Paired by seed; bars are 95% intervals, small dots single seeds. Left of the line is better for losses."
     return Picture("difference", caption, figure)
 
 
 def _loops(plan: Plan, done: Sequence[Outcome]) -> Picture | None:
     """Figure 3 of the paper: the loss against the number of loops, a line for each transition."""
+    finished = {outcome.variant: outcome for outcome in done}
     lines: dict[str, list[tuple[int, Outcome]]] = {}
-    for outcome in done:
-        config = plan.config(outcome.variant).model
+    presets: dict[str, str] = {}
+    for variant in plan.study.variants:
+        config = plan.config(variant).model
         looped = [segment.loops for segment in config.segments if segment.loops is not None]
         if len(looped) == 1:
             name = ", ".join([config.loop.preset, *(f"{key} {value}" for key, value in config.loop.options.items())])
-            lines.setdefault(name, []).append((looped[0], outcome))
+            presets[name] = config.loop.preset
+            lines.setdefault(name, []).extend([(looped[0], finished[variant])] if variant in finished else [])
     if max((len({loops for loops, _ in points}) for points in lines.values()), default=0) < 2:
         return None
     measures = [measure for measure in MEASURES if any(measure.of(outcome) for outcome in done)]
     panels = [measure.label for measure in measures]
     figure, grid = axes_of("More loops", "mean over seeds", panels, sharey=False, xlabel="loops R")
-    styles = styles_of([_first(points[0][1]) for points in lines.values()])
+    styles = styles_of(list(presets.values()))
     for axes, measure in zip(grid, measures, strict=True):
         for index, (points, style) in enumerate(zip(lines.values(), styles, strict=True)):
             # Side by side, since the intervals of one depth often overlap.
@@ -217,7 +224,10 @@ def _state_norm(done: Sequence[Outcome], styles: Styles) -> Picture | None:
     log_scale(grid[0], np.concatenate(seen))
     legend(figure, [_handle(outcome.variant, styles) for outcome in looped])
     return Picture(
-        "state_norm", "On validation text; a line begins with the state its loop starts with. Means over seeds.", figure
+        "state_norm",
+        "On validation text; a line begins with the state its loop starts with. Means over seeds with 95% intervals, "
+        "which the logarithmic axis may cut.",
+        figure,
     )
 
 
