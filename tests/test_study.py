@@ -24,6 +24,7 @@ from looptim.rundir import claimed
 from looptim.study import load_plan
 from looptim.study.figures import _state_norm, draw
 from looptim.study.grid import Meter, is_finished
+from looptim.study.records import pack
 from looptim.study.results import (
     QUANTILES,
     Outcome,
@@ -213,11 +214,25 @@ def test_an_archive_brings_only_what_is_missing(done, file, archived):
 def test_a_damaged_archive_is_one_sentence(file, archived):
     archive = archived / "runs.zip"
     whole = archive.read_bytes()
-    for harm in (whole[: len(whole) // 2], b"", whole.replace(whole[500:520], b"x" * 20)):
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as zipped:
+        zipped.writestr("run/metrics.jsonl", bytes(range(256)) * 20)
+    deflated = archive.read_bytes()
+    spoilt = deflated[:60] + b"x" * 20 + deflated[80:]
+    for harm in (whole[: len(whole) // 2], b"", whole.replace(whole[500:520], b"x" * 20), spoilt):
         archive.write_bytes(harm)
         with pytest.raises(ValueError, match=r"runs.zip is damaged \(.*\); get it again, or delete it, and the runs"):
             lo.study(file, archived, progress=False)
         assert [path.name for path in archived.iterdir()] == ["runs.zip"]
+
+
+def test_a_run_that_came_to_another_end_replaces_what_was_packed_of_it(done, file):
+    plan, archive = load_plan(file), file.parent / "runs.zip"
+    with zipfile.ZipFile(archive, "w") as zipped:
+        zipped.writestr(f"{plan.cells[0].name}/diverged.txt", "why")
+        zipped.writestr("another/config.toml", "")
+    archive.write_bytes(pack(plan, done / "out" / "runs", archive))
+    with zipfile.ZipFile(archive) as zipped, zipfile.ZipFile(done / "out" / "runs.zip") as whole:
+        assert set(zipped.namelist()) == {*whole.namelist(), "another/config.toml"}
 
 
 def stopped(file, number, jobs=1):
@@ -278,10 +293,11 @@ def test_a_run_that_another_study_is_at_comes_last_and_is_waited_for(done, file)
     assert results(file.parent / "out") == results(done / "out")
 
 
-def test_a_run_that_diverges_for_another_study_is_not_tried_again(done, file):
+@pytest.mark.parametrize("diverged", [True, False])
+def test_a_run_that_another_study_settles_meanwhile_is_taken_as_it_is(done, file, diverged):
     runs = shutil.copytree(done / "out" / "runs", file.parent / "runs")
     held = load_plan(file).cells[0]
-    shutil.rmtree(runs / held.name)
+    left = shutil.move(runs / held.name, file.parent / "left")
     with ThreadPoolExecutor() as pool:
         with claimed(runs / held.name):
             page = pool.submit(lo.study, file, file.parent / "out", runs=runs, progress=False)
@@ -289,10 +305,17 @@ def test_a_run_that_diverges_for_another_study_is_not_tried_again(done, file):
             while not (file.parent / "out" / "study.json").exists():
                 assert time.monotonic() < deadline, "the study has not begun"
                 time.sleep(0.1)
-            (runs / held.name / "diverged.txt").write_text("why")
+            if diverged:
+                (runs / held.name / "diverged.txt").write_text("why")
+            else:
+                # As it comes out of an archive.
+                shutil.rmtree(left / "checkpoints")
+                shutil.copytree(left, runs / held.name, dirs_exist_ok=True)
         page.result()
-    assert results(file.parent / "out")["vanilla"]["failures"] == {"0": "why"}
     assert not (runs / held.name / "checkpoints").exists()
+    rows = results(file.parent / "out")
+    assert rows["vanilla"]["failures"] == ({"0": "why"} if diverged else {})
+    assert (rows == results(done / "out")) != diverged
 
 
 def test_sigterm_before_the_first_run_is_one_line(file):
@@ -415,16 +438,16 @@ def test_every_number_of_a_table_is_where_it_belongs(file):
     values = [cell.strip().split(" ± ")[0] for cell in line.split("|")[6:-1]]
     assert values == ["**2.2000**", "-0.9000", "-0.3000", "60.0", "+40.0", "+40.0"]
     assert "| <u>2.5000</u> ± 0.0000 |" in text and "| 3.1000 ±" in text
-    steady = next(line for line in text.splitlines() if line.startswith("| operloop | 0.0"))
+    steady = next(line for line in text.splitlines() if line.startswith("| operloop | 0 | 0.0"))
     # The largest is that after the first tenth.
-    assert [cell.strip().split(" ± ")[0] for cell in steady.split("|")[3:5]] == ["5.50", "99.00"]
+    assert [cell.strip().split(" ± ")[0] for cell in steady.split("|")[4:6]] == ["5.50", "99.00"]
     assert stability(found[0])["gradient norm, median"].mean == 5.5
 
 
 def test_two_looped_segments_are_two_lines_each_from_its_own_start():
     lines = [{"step": step, "tokens": step, "state_norm": [1.0, 2.0, 8.0, 4.0, 16.0]} for step in (0, 9)]
     run = Run("x", lines, {"model.layout": "1-1x1-1-2x2-1"}, {})
-    picture = _state_norm([Outcome("x", {0: run}, {}, {}, {})], {"x": styles_of([run])[0]})
+    picture = _state_norm([Outcome("x", {0: run}, {}, {}, {})], {"x": styles_of(["operloop"])[0]})
     assert picture is not None
     before = [line.get_xydata().tolist() for line in picture.figure.axes[0].lines if line.get_linestyle() != "None"]
     assert before == [[[0, 1], [1, 2]], [[2, 1], [3, 0.5], [4, 2]]]
@@ -459,8 +482,16 @@ def test_loops_are_drawn_over_depths(file):
     lo.study(file, file.parent / "out", progress=False)
     assert (file.parent / "out" / "loops.png").is_file()
     plan = load_plan(file)
-    pictures = {picture.name: picture for picture in draw(plan, outcomes(plan, file.parent / "out" / "runs"))}
+    found = outcomes(plan, file.parent / "out" / "runs")
+    pictures = {picture.name: picture for picture in draw(plan, found)}
     (legend,) = pictures["loops"].figure.legends
+    # A variant keeps its looks while others are missing.
+    some = {picture.name: picture for picture in draw(plan, [found[0], *found[2:]])}
+    looks = [
+        {text.get_label(): text.get_color() for text in p["loss"].figure.legends[0].get_lines()}
+        for p in (pictures, some)
+    ]
+    assert looks[1].items() < looks[0].items()
     # Models that differ in more than their depth are not joined by a line.
     assert [text.get_text() for text in legend.get_texts()] == ["vanilla", "operloop", "operloop, streams 2"]
 
@@ -558,12 +589,18 @@ def test_names_with_brackets_are_shown(file, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("matched = false", "matched = true", r"'operloop' takes 1\.\d+ times the training FLOPs of 'vanilla'"),
+        ("matched = false", "matched = true", r"2% off those of 'vanilla': 'operloop' takes 1\.\d+ times as many; "),
+        (
+            "matched = false",
+            'matched = false\nset = ["train.loops.scheme=huginn"]',
+            "'operloop' does not build: train.loops",
+        ),
         ('preset = "operloop"', 'preset = "operlop"', r"variant 'operloop' does not build: .*operloop"),
         ('preset = "operloop"', 'preset = "operloop"\noptions = { stream = 2 }', r"variant 'operloop' does not build"),
         ('preset = "operloop"', 'preset = "operloop"\nlayout = "1-x"', r"variant 'operloop': .*does not parse"),
         ('reference = "vanilla"', 'reference = "baseline"', r"reference 'baseline' is no variant; known: vanilla"),
-        ('against = "vanilla"', 'against = "none"', "is against 'none', which is no variant"),
+        ('against = "vanilla"', 'against = "none"', "is against 'none', which is no other variant"),
+        ('against = "vanilla"', 'against = "operloop"', "'operloop' is against 'operloop', which is no other variant"),
         ("seeds = [0, 1]", "seeds = []", "seeds"),
         ("seeds = [0, 1]", "seeds = [1, 1]", "name one twice"),
         ("seeds = [0, 1]", "seeds = [0, -1]", r"seeds\.1: .*, got -1"),
@@ -592,8 +629,36 @@ def test_folders_and_scales_that_do_not_fit(done, file):
     with pytest.raises(ValueError, match="jobs must be at least 1, got 0"):
         lo.study(file, file.parent / "out", jobs=0)
     changed(file, "tokens = 1536", "tokens = 2048")
-    with pytest.raises(ValueError, match=r"holds another study \('two'; variant vanilla, variant operloop differ\)"):
+    with pytest.raises(ValueError, match=r"another study \(variant operloop: train.steps: 12 -> 16; variant vanilla: "):
         lo.study(file, done / "out")
+    with pytest.raises(ValueError, match=r"cannot write to .*two.toml/out: .*two.toml is no folder we may write to"):
+        lo.study(file, file / "out")
+
+
+def test_a_key_that_looptim_gains_does_not_make_another_study(done, file):
+    shutil.copytree(done / "out", file.parent / "out")
+    record = file.parent / "out" / "study.json"
+    before = json.loads(record.read_text())
+    for config in before["variants"].values():
+        del config["data"]["valid_fold"]
+    record.write_text(json.dumps(before))
+    lo.study(file, file.parent / "out", progress=False)
+    assert results(file.parent / "out") == results(done / "out")
+
+
+def test_changes_must_fit_the_length_of_a_run_not_the_bases(file):
+    changed(file.parent / "recipe.toml", "seq_len = 32", "seq_len = 32\nsteps = 5")
+    assert load_plan(file, set=["optim.warmup=11"]).cells[0].config.train.steps == 12
+    with pytest.raises(
+        ValueError, match=r"variant 'vanilla': optim.warmup \(12\) must be less than train.steps \(12\)"
+    ):
+        load_plan(file, set=["optim.warmup=12"])
+
+
+def test_flops_of_sampled_loops_are_those_of_the_mean_depth(file):
+    changed(file, 'preset = "operloop"', 'preset = "vanilla"\nlayout = "1-1x4-1"')
+    assert load_plan(file).flops("operloop") > 1.3
+    assert load_plan(file, set=["train.loops.scheme=huginn"]).flops("operloop") == 1
 
 
 def test_what_a_scale_does_not_say_is_the_studys(file):

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -96,6 +97,14 @@ def test_the_optimizer_gets_the_schedule_and_clipped_gradients(tmp_path, monkeyp
     assert len(set(wanted)) == 4
 
 
+def test_a_run_that_is_done_keeps_the_record_of_who_made_it(straight, tmp_path):
+    run = shutil.copytree(straight, tmp_path / "run")
+    (run / "env.json").write_text('{"platform": "elsewhere"}')
+    lo.train(config(), run, resume=True, progress=False)
+    assert (run / "env.json").read_text() == '{"platform": "elsewhere"}'
+    assert losses(run) == losses(straight)
+
+
 def test_load_gives_the_trained_model(straight):
     model, tokenizer = lo.load(straight)
     assert not model.training
@@ -163,20 +172,30 @@ def test_interrupted_inside_a_checkpoints_write_the_one_before_is_used(straight,
     assert losses(run) == losses(straight)
 
 
-def test_ctrl_c_leaves_a_checkpoint_to_resume_from(straight, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("numbers", "last"),
+    [
+        ([signal.SIGINT], 4),
+        # A scheduler's SIGTERM to a study and its worker, to which the study passes it on.
+        ([signal.SIGTERM, signal.SIGINT], 4),
+        ([signal.SIGINT, signal.SIGINT], 3),
+    ],
+)
+def test_ctrl_c_leaves_a_checkpoint_to_resume_from(straight, tmp_path, monkeypatch, numbers, last):
     module = sys.modules["looptim.train"]
     update = module.update
 
     def stops(run, step):
         if step == 3:
-            os.kill(os.getpid(), signal.SIGINT)
+            for number in numbers:
+                os.kill(os.getpid(), number)
         return update(run, step)
 
     monkeypatch.setattr(module, "update", stops)
     with pytest.raises(KeyboardInterrupt):
         lo.train(config(), tmp_path / "run", progress=False)
     monkeypatch.undo()
-    assert checkpoint.latest(tmp_path / "run").name == "step_000004"
+    assert checkpoint.latest(tmp_path / "run").name == f"step_{last:06}"
     lo.train(config(), tmp_path / "run", resume=True, progress=False)
     assert losses(tmp_path / "run") == losses(straight)
 

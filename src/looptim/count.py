@@ -147,6 +147,19 @@ def count(config: Config | ModelConfig, *, seq_len: int | None = None) -> Count:
     )
 
 
+def training_flops(config: Config) -> float:
+    """A token's in an update of mean depth; the backward is twice the forward of the loops it goes through."""
+    loops, model = config.train.loops, config.model
+    if loops.scheme != "fixed":
+        model = model.with_loops(max(1, round(loops.mean + (loops.scheme == "huginn"))))
+    depth = max(segment.loops or 1 for segment in model.segments)
+    differentiated = model if loops.grad_loops is None else model.with_loops(min(loops.grad_loops, depth))
+    forward, backward = (
+        sum(count(each, seq_len=config.train.seq_len).flops.values()) for each in (model, differentiated)
+    )
+    return forward + 2 * backward
+
+
 def _parameters(model: LoopedLM) -> dict[str, int]:
     parts: dict[str, int] = dict.fromkeys(
         ("attention", "dense FFN", "routed", "shared", "router", "norms", "transition", "embedding", "head"), 0

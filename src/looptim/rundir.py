@@ -21,7 +21,7 @@ class HeldError(ValueError):
 
 def check(folder: Path, config: Config, *, resume: bool, force: bool) -> None:
     """Whether a run directory can be this config's; nothing is written."""
-    _check_writable(folder)
+    check_writable(folder)
     written = folder / "config.toml"
     if not resume and (written.is_file() or any(folder.glob("checkpoints/step_*"))):
         raise ValueError(f"{folder} already holds a run; add --resume to continue it, or choose another --out")
@@ -30,7 +30,7 @@ def check(folder: Path, config: Config, *, resume: bool, force: bool) -> None:
         raise ValueError(f"the config of {folder} has changed ({'; '.join(changes)}); undo that, or add --force")
 
 
-def _check_writable(folder: Path) -> None:
+def check_writable(folder: Path) -> None:
     """Asked before hours are spent on data that a run directory is for."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):

@@ -17,7 +17,7 @@ import torch
 
 from . import checkpoint, parallel, rundir
 from .config import Config
-from .count import count
+from .count import count, training_flops
 from .cpu import guard_bf16
 from .data import Dataset, Tokenizer, open_data
 from .logs import RunLog, environment
@@ -57,7 +57,8 @@ def train(config: Config, out: str | Path, *, resume: bool = False, force: bool 
         world.first_does(claim)
         first_step = _restore(run) if resume else 0
         with RunLog(folder, config, world, first_step=first_step, progress=progress) as log:
-            if world.first:
+            # Of a run that is done, who made it stays on record.
+            if world.first and first_step < config.train.steps:
                 rundir.record(folder, config, _environment(run), data.tokenizer)
             _loop(run, log, first_step)
     return folder
@@ -92,7 +93,7 @@ def _open_together(config: Config, world: World, *, progress: bool) -> Dataset:
 def _prepare(config: Config, folder: Path, world: World, data: Dataset) -> Run:
     """Build everything; nothing is written."""
     model = parallel.build(config.model, world, seed=config.train.seed)
-    _check_loops(config, model)
+    check_loops(config, model)
     model.checkpointing = config.train.activation_checkpointing
     if config.train.compile:
         model.compile_blocks()
@@ -100,7 +101,7 @@ def _prepare(config: Config, folder: Path, world: World, data: Dataset) -> Run:
     return Run(config, folder, world, data, model, optimizer)
 
 
-def _check_loops(config: Config, model: LoopedLM) -> None:
+def check_loops(config: Config, model: LoopedLM) -> None:
     """Sampled loops and truncated backpropagation are for transitions that are shared over loops."""
     loops = config.train.loops
     if loops.scheme == "fixed" and loops.grad_loops is None:
@@ -147,7 +148,7 @@ def _restore(run: Run) -> int:
 
 def _loop(run: Run, log: RunLog, first_step: int) -> None:
     settings = run.config.train
-    flops = _training_flops(run.config)
+    flops = training_flops(run.config)
     with StopRequest() as stop:
         if first_step == 0:
             # What the loops do before anything is learned.
@@ -164,25 +165,15 @@ def _loop(run: Run, log: RunLog, first_step: int) -> None:
                 raise KeyboardInterrupt
 
 
-def _training_flops(config: Config) -> float:
-    """A token's in an update of mean depth; the backward is twice the forward of the loops it goes through."""
-    loops, model = config.train.loops, config.model
-    if loops.scheme != "fixed":
-        model = model.with_loops(max(1, round(loops.mean + (loops.scheme == "huginn"))))
-    depth = max(segment.loops or 1 for segment in model.segments)
-    differentiated = model if loops.grad_loops is None else model.with_loops(min(loops.grad_loops, depth))
-    forward, backward = (
-        sum(count(each, seq_len=config.train.seq_len).flops.values()) for each in (model, differentiated)
-    )
-    return forward + 2 * backward
-
-
 @final
 class StopRequest:
-    """Ctrl-C or SIGTERM lets the update in hand finish, so that what is saved is whole; a second one stops at once."""
+    """Ctrl-C or SIGTERM lets the update in hand finish, so that what is saved is whole; the same again stops at once.
+
+    One of each is no impatience: schedulers send SIGTERM to a study and to its workers, to whom the study passes it on.
+    """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked: set[int] = set()
         self.before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -194,14 +185,14 @@ class StopRequest:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
-    def _ask(self, *_: Any) -> None:
-        if self.asked:
+    def _ask(self, number: int, frame: Any) -> None:
+        if number in self.asked:
             raise KeyboardInterrupt
-        self.asked = True
+        self.asked.add(number)
 
     def agreed(self, world: World) -> bool:
         """Whether any process was asked to stop: all must save the same step."""
-        return bool(world.sum(torch.tensor(int(self.asked), device=world.device)))
+        return bool(world.sum(torch.tensor(int(bool(self.asked)), device=world.device)))
 
 
 def _save(run: Run, step: int) -> None:

@@ -10,11 +10,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from ..config import Config
 from ..disk import write_whole
 from ..evaluate.formats import FORMATS, Table, html_text
 from ..report.figures import Picture, render
 from ..report.page import document, embedded, write_report
-from ..rundir import claimed
+from ..rundir import check_writable, claimed, difference
 from .figures import FIGURES, draw
 from .grid import run_grid, sigterm_as_ctrl_c
 from .records import ARCHIVE, pack, unpack
@@ -48,6 +49,8 @@ def study(
     out = Path(out)
     folder = out / "runs" if runs is None else Path(runs)
     _check_folder(out, plan)
+    for place in (out, folder):
+        check_writable(place)
     if progress:
         _introduce(plan)
     unpack(plan, out / ARCHIVE, folder)
@@ -79,18 +82,19 @@ def _check_folder(out: Path, plan: Plan) -> None:
     file = out / "study.json"
     if not file.is_file():
         return
-    now = json.loads(json.dumps(plan.identity()))
+    now = plan.identity()
     try:
         before = json.loads(file.read_text())
-        changed = [key for key in ("study", "reference") if before[key] != now[key]]
-        both = [name for name in now["variants"] if name in before["variants"]]
-        changed += [f"variant {name}" for name in both if before["variants"][name] != now["variants"][name]]
-    except (ValueError, KeyError, TypeError):
+        keys = [key for key in ("study", "reference") if before[key] != now[key]]
+        changed = [f"{key}: {before[key]!r} -> {now[key]!r}" for key in keys]
+        for name in now["variants"].keys() & before["variants"].keys():
+            # As configs: a key that looptim has gained since then has its default in both.
+            both = (Config(**each["variants"][name]) for each in (before, now))
+            changed += [f"variant {name}: {text}" for text in difference(*both)]
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{file} is damaged; delete it, and the runs that are there are used") from None
     if changed:
-        raise ValueError(
-            f"{out} holds another study ({before['study']!r}; {', '.join(changed)} differ); choose another --out"
-        )
+        raise ValueError(f"{out} holds another study ({'; '.join(sorted(changed)[:3])}); choose another --out")
 
 
 def write(plan: Plan, found: Sequence[Outcome], runs: Path, out: Path) -> Path:
@@ -121,6 +125,8 @@ def _page(
 def _origins(found: Sequence[Outcome]) -> Iterator[str]:
     """A run is known by its config: that the code or the machine has changed between runs shows here."""
     records = [json.loads(run.files["env.json"]) for outcome in found for run in outcome.runs.values()]
+    if not records:
+        return
     for key in ("looptim", "commit", "torch", "python", "platform", "device", "threads"):
         values = Counter(str(record.get(key)) for record in records)
         several = [f"{value} ({number} of {len(records)} runs)" for value, number in values.items()]

@@ -97,7 +97,7 @@ def run_grid(plan: Plan, runs: Path, *, jobs: int, progress: bool) -> None:
     pool = ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_start_worker, initargs=(os.getpid(), threads, stop))
     try:
         with meter:
-            _follow(waiting, lambda cell: pool.submit(_run, cell.config.model_dump(), str(runs / cell.name)), meter)
+            _follow(waiting, lambda cell: pool.submit(_run, cell, runs), meter)
     except BrokenProcessPool:
         raise ValueError(
             "a worker was killed, perhaps for want of memory; the same command continues, fewer --jobs need less"
@@ -153,22 +153,25 @@ def _start_worker(parent: int, threads: int, stop: Event) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _run(config: dict[str, Any], folder: str) -> None:
+def _run(cell: Cell, runs: Path) -> None:
     """Train one run, and ask it its task. A HeldError if another study is at it."""
-    if (Path(folder) / DIVERGED).is_file():
-        # Another study that shares the run has just found out.
+    if is_settled(cell, runs):
+        # By another study that shares it, since this one looked.
         return
+    folder = runs / cell.name
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if _stop.is_set():
             raise KeyboardInterrupt
-        resolved = Config(**config)
-        train(resolved, folder, resume=True, progress=False)
-        task = task_of(resolved)
+        # Asked before the data is opened, since a run that is held is asked for again and again.
+        with rundir.claimed(folder):
+            pass
+        train(cell.config, folder, resume=True, progress=False)
+        task = task_of(cell.config)
         if task is not None:
-            _ask(task, Path(folder))
+            _ask(task, folder)
     except DivergedError as error:
-        write_whole(Path(folder) / DIVERGED, str(error))
+        write_whole(folder / DIVERGED, str(error))
     except rundir.HeldError:
         # Where all that is left is held, a study should not spend its time on asking.
         time.sleep(2)

@@ -6,6 +6,7 @@ import io
 import lzma
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 from .grid import DIVERGED, answers_of, is_settled
@@ -20,6 +21,8 @@ def pack(plan: Plan, runs: Path, archive: Path) -> bytes:
     packed = _read(archive)
     for cell in plan.cells:
         if is_settled(cell, runs):
+            # What was packed of it before goes: it may have been trained again, to another end.
+            packed = {name: data for name, data in packed.items() if not name.startswith(f"{cell.name}/")}
             there = [file for file in files_of(cell) if (runs / cell.name / file).is_file()]
             packed |= {f"{cell.name}/{file}": (runs / cell.name / file).read_bytes() for file in there}
     buffer = io.BytesIO()
@@ -64,7 +67,7 @@ def _read(archive: Path) -> dict[str, bytes]:
     try:
         with zipfile.ZipFile(archive) as zipped:
             return {name: zipped.read(name) for name in zipped.namelist()}
-    except (zipfile.BadZipFile, lzma.LZMAError, EOFError, NotImplementedError, RuntimeError) as error:
+    except (zipfile.BadZipFile, lzma.LZMAError, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise ValueError(
             f"{archive} is damaged ({error}); get it again, or delete it, and the runs that are missing are trained"
         ) from None

@@ -10,11 +10,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, final
 
+import torch
 from pydantic import AfterValidator, Field, model_validator
 
 from ..config import Config, Strict
-from ..count import Count, count
+from ..count import Count, count, training_flops
+from ..model import LoopedLM
 from ..recipe import load_config
+from ..train import check_loops
 
 TOLERANCE = 0.02
 """How far the training FLOPs of a variant may be from the reference's."""
@@ -68,8 +71,8 @@ class Study(Strict):
         if self.reference not in self.variants:
             raise ValueError(f"reference {self.reference!r} is no variant; known: {', '.join(self.variants)}")
         for name, variant in self.variants.items():
-            if variant.against is not None and variant.against not in self.variants:
-                raise ValueError(f"variant {name!r} is against {variant.against!r}, which is no variant")
+            if variant.against is not None and variant.against not in self.variants.keys() - {name}:
+                raise ValueError(f"variant {name!r} is against {variant.against!r}, which is no other variant")
         return self
 
 
@@ -100,6 +103,8 @@ class Plan:
     cells: list[Cell]
     """Seed by seed, so that what is there is comparable from the first seed on."""
     counts: dict[str, Count]
+    costs: dict[str, float]
+    """Training FLOPs of a token."""
 
     def config(self, variant: str) -> Config:
         """Of the first seed."""
@@ -113,8 +118,7 @@ class Plan:
 
     def flops(self, variant: str) -> float:
         """Training FLOPs of a run, relative to the reference's."""
-        total = {name: sum(self.counts[name].flops.values()) for name in (variant, self.study.reference)}
-        return total[variant] / total[self.study.reference]
+        return self.costs[variant] / self.costs[self.study.reference]
 
     def identity(self) -> dict[str, Any]:
         """What makes it this study: the budget, the reference and every variant's config, whatever the seeds."""
@@ -137,14 +141,17 @@ def load_plan(path: str | Path, *, scale: str | None = None, set: Iterable[str] 
         study = study.model_copy(update=study.scales[scale].model_dump(exclude_none=True))
     changes = [*study.set, *([set] if isinstance(set, str) else set)]
     _check_changes(changes, study)
-    base = load_config(path.parent / study.base, set=changes)
+    # The base's own length is not that of a run: changes must fit what `_config` makes of it, and are checked there.
+    base = load_config(path.parent / study.base, set=[*changes, f"train.steps={study.tokens}"])
     configs = {name: _config(base, study, name) for name in study.variants}
     cells = [
         Cell(name, seed, config.model_copy(update={"train": config.train.model_copy(update={"seed": seed})}))
         for seed in study.seeds
         for name, config in configs.items()
     ]
-    plan = Plan(path.stem, study, cells, {name: _count(name, config) for name, config in configs.items()})
+    counts = {name: _count(name, config) for name, config in configs.items()}
+    costs = {name: training_flops(config) for name, config in configs.items()}
+    plan = Plan(path.stem, study, cells, counts, costs)
     if study.matched:
         _check_matched(plan)
     return plan
@@ -167,9 +174,7 @@ def _check_changes(changes: Iterable[str], study: Study) -> None:
     for text in changes:
         for key, source in {**OWN, **({"model.layout": "variants"} if layouts else {})}.items():
             if f"{text.partition('=')[0].strip()}.".startswith(f"{key}."):
-                raise ValueError(
-                    f"--set {text!r} would change nothing: a study has {key} from its {source}; edit those"
-                )
+                raise ValueError(f"set {text!r} would change nothing: a study has {key} from its {source}; edit those")
 
 
 def _config(base: Config, study: Study, name: str) -> Config:
@@ -186,15 +191,18 @@ def _config(base: Config, study: Study, name: str) -> Config:
 
 def _count(name: str, config: Config) -> Count:
     try:
+        with torch.device("meta"):
+            check_loops(config, LoopedLM(config.model, seed=0))
         return count(config)
     except ValueError as error:
         raise ValueError(f"variant {name!r} does not build: {error}") from None
 
 
 def _check_matched(plan: Plan) -> None:
-    for name in plan.study.variants:
-        if abs(plan.flops(name) - 1) > TOLERANCE:
-            raise ValueError(
-                f"variant {name!r} takes {plan.flops(name):.3f} times the training FLOPs of {plan.study.reference!r}, "
-                f"more than {TOLERANCE:.0%} off; change its layout, or write matched = false into the study"
-            )
+    off = [name for name in plan.study.variants if abs(plan.flops(name) - 1) > TOLERANCE]
+    if off:
+        raise ValueError(
+            f"training FLOPs more than {TOLERANCE:.0%} off those of {plan.study.reference!r}: "
+            f"{', '.join(f'{name!r} takes {plan.flops(name):.3f} times as many' for name in off)}; "
+            "change their layouts, or write matched = false into the study"
+        )

@@ -61,8 +61,9 @@ def _stability(plan: Plan, found: Sequence[Outcome]) -> Table:
     rows: list[list[str | Cell]] = []
     for outcome in found:
         values = stability(outcome)
-        rows.append([outcome.variant, *(_cell(value, forms.get(name, "{:.2f}")) for name, value in values.items())])
-    header = ["variant", *stability(found[0])]
+        cells = [_cell(value, forms.get(name, "{:.2f}")) for name, value in values.items()]
+        rows.append([outcome.variant, Cell(float(len(outcome.failures)), form="{:.0f}"), *cells])
+    header = ["variant", "runs that failed", *stability(found[0])]
     notes = [
         "State growth is the RMS of the state after the last loop over that before the first, on validation text, "
         "before training and after it.",
