@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import tokenizers
 import torch
 from test_cli import LOOPTIM, run
 from test_train import config
@@ -172,6 +173,24 @@ def test_a_seed_of_generate_leaves_the_global_generator_alone(trained):
     assert torch.equal(torch.rand(2), expected)
     with pytest.raises(ValueError, match=r"top_p must lie between 0 and 1, got 1.5"):
         lo.generate(model, tokenizer, "1", top_p=1.5)
+
+
+def test_hardly_any_temperature_is_greedy(trained):
+    model, tokenizer = lo.load(trained)
+    greedy, cold = (lo.generate(model, tokenizer, "12+3", max_new_tokens=4, temperature=t) for t in (0, 1e-40))
+    assert cold == greedy
+
+
+def test_the_space_before_the_first_word_is_kept():
+    words = {"▁the": 0, "▁cat": 1, "▁sat": 2, "<eos>": 3}
+    stock = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<eos>"))
+    stock.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    stock.decoder = tokenizers.decoders.Metaspace()
+    tokenizer = Tokenizer(stock, eos="<eos>")
+    model = lo.LoopedLM(config(model={"vocab_size": 4}).model, seed=0)
+    pieces = []
+    text = lo.generate(model, tokenizer, "the cat", max_new_tokens=3, seed=0, temperature=2.0, stream=pieces.append)
+    assert text.startswith(" ") and "".join(pieces) == text
 
 
 def test_no_mass_is_the_likeliest_token(trained):

@@ -209,8 +209,17 @@ def test_trainer_lowers_the_loss(tmp_path):
         disable_tqdm=True,
         use_cpu=True,
     )
-    trainer = Trainer(model=model, args=arguments, train_dataset=data)
+    shapes = []
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=data,
+        eval_dataset=data,
+        compute_metrics=lambda seen: {"tokens": shapes.append(seen.predictions.shape) or seen.label_ids.size},
+    )
     trainer.train()
+    assert trainer.evaluate()["eval_tokens"] == tokens(4).numel()
+    assert shapes == [(*tokens(4).shape, model.config.vocab_size)]
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < 0.8 * losses[0]
 

@@ -50,9 +50,11 @@ def generate(
             streamer=_Streamer(tokenizer, stream) if stream else None,
             eos_token_id=tokenizer.eos,
             pad_token_id=tokenizer.eos,
-            **(sampling if temperature > 0 else {"do_sample": False}),
+            # Logits over a smaller one would overflow.
+            **(sampling if temperature > 1e-6 else {"do_sample": False}),
         )
-    return tokenizer.decode(out[0, len(ids) :].tolist())
+    # Decoded with the prompt: alone, tokenizers that keep a space at the head of a word would drop the first one.
+    return tokenizer.decode(out[0].tolist())[len(tokenizer.decode(ids)) :]
 
 
 def complete(
@@ -134,20 +136,19 @@ class _Streamer:
     def __init__(self, tokenizer: Tokenizer, emit: Callable[[str], None]):
         self.tokenizer = tokenizer
         self.emit = emit
-        self.ids: list[int] | None = None
+        self.ids: list[int] = []
         self.sent = ""
 
     def put(self, value: Tensor) -> None:
-        if self.ids is None:
-            # The prompt comes first.
-            self.ids = []
-            return
+        # The prompt comes first, and is not sent.
+        prompt = not self.ids
         self.ids += value.flatten().tolist()
         text = self.tokenizer.decode(self.ids)
-        if not text.endswith("\ufffd"):
+        if prompt:
+            self.sent = text
+        elif not text.endswith("\ufffd"):
             self.emit(text[len(self.sent) :])
             self.sent = text
 
     def end(self) -> None:
-        text = self.tokenizer.decode(self.ids or [])
-        self.emit(text[len(self.sent) :])
+        self.emit(self.tokenizer.decode(self.ids)[len(self.sent) :])

@@ -37,6 +37,11 @@ def test_a_good_program_passes_with_imports_and_output():
     assert run_program("import math, collections\nprint('x' * 100000)\nassert math.gcd(4, 6) == 2", SHORT).passed
 
 
+def test_a_program_runs_as_in_code_eval():
+    assert not run_program("def f(x: Undefined): pass", SHORT).passed
+    assert run_program("if __name__ == '__main__': raise ValueError", SHORT).passed
+
+
 def test_a_program_that_takes_off_its_alarm_is_killed(monkeypatch):
     monkeypatch.setattr(sandbox, "GRACE", 0.5)
     start = time.monotonic()

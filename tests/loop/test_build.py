@@ -102,6 +102,13 @@ class TakesMask(nn.Module):
         return o
 
 
+class PassesOn(nn.Linear):
+    """As PEFT's layers do."""
+
+    def forward(self, x, *args, **kwargs):
+        return super().forward(x, *args, **kwargs)
+
+
 class TakesStep(nn.Module):
     def forward(self, o, step):
         return o * step
@@ -115,6 +122,7 @@ def test_any_callable_can_be_the_blocks():
         nn.Sequential(linear),
         torch.tanh,
         TakesMask(),
+        PassesOn(8, 8),
         lambda o: o,
         functools.partial(torch.add, other=1),
         # Wrappers that take anything ask what they wrap.

@@ -251,6 +251,11 @@ def test_noise_in_bf16_has_as_many_values_as_bf16_has():
     assert start(torch.zeros(8, 64, 64, dtype=torch.bfloat16)).unique().numel() > 700
 
 
+def test_noise_goes_where_its_input_is():
+    start = lo.state.Noise(8, std=1.0).eval()
+    assert start(torch.empty(1, 2, 8, device="meta")).is_meta
+
+
 def test_noise_differs_between_tokens_in_training_and_follows_the_seed_in_eval():
     loop = lo.build("parcae", width=16, steps=2)
     e = torch.randn(1, 2, 16)

@@ -280,6 +280,11 @@ class Model(_Stock):
         return super()._loglikelihood_tokens(requests, True, override_bs)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> Any:
+        if not self.model.caches:
+            raise ValueError(
+                "lm-eval generates through a KV cache, which a model with a token shift or a window of 1 token cannot "
+                "have; leave out the tasks that generate"
+            )
         fitting = [self._fit(request) for request in requests]
         return self._known("generate_until", fitting, lambda some: super(Model, self).generate_until(some, True))
 

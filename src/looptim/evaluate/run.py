@@ -38,7 +38,6 @@ PACKAGES = ("looptim", "lm_eval", "torch", "transformers", "datasets", "tokenize
 class Subject(NamedTuple):
     """What is evaluated, and what of it goes into every result."""
 
-    path: Path
     model: LoopedLM
     tokenizer: Tokenizer
     wrapped: LoopedForCausalLM
@@ -70,11 +69,11 @@ def evaluate(
     """
     path, names = Path(path), choose(suite, tasks)
     _check(path, names, limit=limit, batch_size=batch_size, allow_code=allow_code)
+    subject = _open(path, loops)
     stock = [name for name in names if name not in TASKS]
     loaded = _load_tasks(stock, allow_code=allow_code) if stock else {}
     # A tag of lm-eval has become its tasks.
     names = [*loaded, *(name for name in names if name in TASKS)]
-    subject = _open(path, loops)
     out = path / "eval" if out is None else Path(out)
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -193,7 +192,7 @@ def _open(path: Path, loops: int | None) -> Subject:
         "parameters": cost.parameter_conventions()["non-vocabulary"],
         "flops_per_token": cost.flop_conventions()["without head"],
     }
-    return Subject(path, model, tokenizer, wrapped, loops, _trained(path), identity)
+    return Subject(model, tokenizer, wrapped, loops, _trained(path), identity)
 
 
 def _trained(path: Path) -> dict[str, Any]:

@@ -174,7 +174,8 @@ def _child() -> None:
     _limit(job)
     signal.setitimer(signal.ITIMER_REAL, job["seconds"])
     token = job.pop("token")
-    exec(compile(job.pop("program"), "<program>", "exec"), {"__name__": "__main__"})
+    # As code_eval does: without what this file imports from __future__, and not as a main program.
+    exec(compile(job.pop("program"), "<program>", "exec", dont_inherit=True), {})
     # Leaving early, with whatever status, is not passing. A program that looks for the word in our frame finds it:
     # this is no judge of a model that means to cheat.
     answers.write(token + "\n")

@@ -50,7 +50,8 @@ class LoopedConfig(PreTrainedConfig):
     """
 
     model_type = "looptim"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    # A list, to which Trainer adds another.
+    keys_to_ignore_at_inference = ["past_key_values", "aux_loss"]  # noqa: RUF012
 
     def __init__(self, layout: str = "18", *, loops: int | None = None, use_cache: bool = True, **kwargs: Any):
         for name in sorted(NAMES.keys() & kwargs.keys()):

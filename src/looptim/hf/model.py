@@ -38,7 +38,8 @@ class LoopedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_flash_attn = True
     _supports_attention_backend = True
-    _no_split_modules = ["Block"]  # noqa: RUF012
+    # A loop hands its state on to itself and masks to its blocks, out of sight of hooks that would move them.
+    _no_split_modules = ["LoopedLM"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     # The router's biases move in steps that bf16 cannot hold.
     _keep_in_fp32_modules_strict = ["feedforward.bias"]  # noqa: RUF012

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, final
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
@@ -69,10 +72,19 @@ def rms_features(Y: Float[Tensor, "B T r d"]) -> Float[Tensor, "B T rd"]:
     return F.rms_norm(Z, Z.shape[-1:], eps=1e-20)
 
 
-def logit(p: float) -> float:
-    """The bias at which a sigmoid starts at `p`."""
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """What a user's function takes; its annotations may name what only a type checker imports."""
+    if sys.version_info >= (3, 14):
+        import annotationlib
+
+        return inspect.signature(function, annotation_format=annotationlib.Format.FORWARDREF)
+    return inspect.signature(function)
+
+
+def logit(p: float, name: str) -> float:
+    """The bias at which a sigmoid starts at `p`, an option called `name`."""
     if not 0 < p < 1:
-        raise ValueError(f"an initial value of a sigmoid must lie between 0 and 1, got {p}")
+        raise ValueError(f"{name} is where a sigmoid starts and must lie between 0 and 1, both left out; got {p}")
     return math.log(p / (1 - p))
 
 

@@ -101,8 +101,9 @@ def huginn(
 ) -> Loop:
     """Huginn, y' = Blocks(y + e), from a random state (Geiping et al., 2025).
 
-    `inject="add"` is the paper's row; `"concat"` is the released code, y' = Blocks(A [y, e]), whose write then misses
-    A^T. `start="prelude"` begins at e instead of noise of standard deviation `std`.
+    `inject="add"` is the paper's row; `"concat"` is that of the released code (which also norms what the loop returns),
+    y' = Blocks(A [y, e]), whose write then misses A^T. `start="prelude"` begins at e instead of noise of standard
+    deviation `std`.
     """
     projection = choose("inject", inject, {"add": Add, "concat": functools.partial(Concat, width)})()
     write = IdentityWrite() if inject == "concat" else None
@@ -251,10 +252,10 @@ def operloop_transition(
     read_init = min(1 / math.sqrt(streams), 0.9) if read_init is None else read_init
     # Random weights are drawn in this order whatever is exchanged, and a step's also where a unit step drops it: with
     # one seed the parts that two variants share start equal, in every loop.
-    read = StreamMap(width, streams, name="H_in", bias=logit(read_init), scale=scale)
-    decay = StreamDecay(width, streams, bias=logit(decay_init), scale=scale)
+    read = StreamMap(width, streams, name="H_in", bias=logit(read_init, "read_init"), scale=scale)
+    decay = StreamDecay(width, streams, bias=logit(decay_init, "decay_init"), scale=scale)
     target = TargetBias(width, std=bias_std)
-    drawn = make_step(streams * width, bias=logit(step_init), scale=scale)
+    drawn = make_step(streams * width, bias=logit(step_init, "step_init"), scale=scale)
     eta = ConstantStep() if step == "unit" else drawn
     return Transition(projection(read), objective(), rule(eta, decay), target=target)
 

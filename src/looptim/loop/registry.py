@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
+from .part import signature_of
 from .transition import Loop
 
 T = TypeVar("T")
@@ -24,7 +25,7 @@ def build(name: str, *, width: int, steps: int, **options: Any) -> Loop:
     'vanilla'
     """
     preset = choose("preset", name, PRESETS)
-    parameters = inspect.signature(preset).parameters
+    parameters = signature_of(preset).parameters
     known = [name for name in parameters if name not in ("width", "steps")]
     unknown = sorted(set(options) - set(known))
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -62,7 +62,7 @@ class Noise(Part):
         # bf16 has too few numbers between 0 and 1 to draw from.
         y = self.std * _truncated_normal(torch.rand_like(wide(e))) if self.training else self.fixed
         # Tied to e by a zero, so that the first step sees the same kind of tensor as the later ones.
-        return (y.to(e.dtype) + 0 * e).unsqueeze(-2)
+        return (y.to(e) + 0 * e).unsqueeze(-2)
 
 
 def _truncated_normal(uniform: Tensor, sigmas: float = 3.0) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from .maps import Map
 from .objectives import Objective
-from .part import Context, Part, require, rms_features
+from .part import Context, Part, require, rms_features, signature_of
 from .projections import MapPart, Projection, rms_norm
 from .rules import Carry, Rule
 from .state import Copies, Mean
@@ -323,7 +322,7 @@ def _takes_step(blocks: Callable[..., Tensor]) -> bool:
     """Whether `blocks` wants the step as its second argument; an `nn.Linear` or a lambda of one argument does not."""
     function = blocks.forward if isinstance(blocks, nn.Module) else blocks
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = signature_of(function).parameters.values()
     except (TypeError, ValueError):
         return False
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -333,6 +332,7 @@ def _takes_step(blocks: Callable[..., Tensor]) -> bool:
         inner = getattr(blocks, "_orig_mod", None) or getattr(blocks, "module", None)
         if isinstance(blocks, nn.Module) and not positional and callable(inner):
             return _takes_step(cast(Any, inner))
-        return any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        # `forward(x, *args)`, as of PEFT's layers, passes on what it is given to one that may not want it.
+        return not positional and any(p.kind is p.VAR_POSITIONAL for p in parameters)
     # An optional second argument of another name is something else, the mask of a torch layer for instance.
     return second.name == "step" or second.default is second.empty
