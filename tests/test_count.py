@@ -3,8 +3,8 @@
 import pytest
 
 import looptim as lo
-from looptim.config import ModelConfig
-from looptim.count import mean_keys, transition_flops
+from looptim.config import Config, ModelConfig
+from looptim.count import mean_keys, training_flops, transition_flops
 from looptim.model import LoopedLM
 
 SMALL = {"width": 64, "vocab_size": 100, "heads": 4, "kv_heads": 2, "head_dim": 16, "window": 8, "sliding_rotary": 16}
@@ -43,6 +43,15 @@ def test_transition_flops_of_operloop():
     assert gates < flops
     assert flops == pytest.approx(122_880, rel=0.02)
     assert transition_flops(lo.build("vanilla", width=d, steps=1)) <= 3 * d
+
+
+def test_training_flops_of_truncated_backpropagation_by_hand():
+    model = ModelConfig(layout="1-1x3-1x5-1", loop={"preset": "vanilla"}, max_length=32, **SMALL)
+    cut = model.model_copy(update={"layout": "1-1x3-1x4-1"})
+    forward, backward = (sum(lo.count(each, seq_len=32).flops.values()) for each in (model, cut))
+    train = {"seq_len": 32, "loops": {"grad_loops": 4}}
+    assert training_flops(Config(model=model, train=train)) == pytest.approx(forward + 2 * backward)
+    assert training_flops(Config(model=model, train={"seq_len": 32})) == pytest.approx(3 * forward)
 
 
 def test_ratios_to_itself_are_one():

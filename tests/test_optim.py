@@ -128,6 +128,14 @@ def test_the_gram_form_is_used_in_full_precision_only():
         assert not polar.gram_pays(wide)
     finally:
         torch.set_float32_matmul_precision("highest")
+    # Chosen by torch's newer names, the older function only raises.
+    before, torch.backends.cuda.matmul.fp32_precision = torch.backends.cuda.matmul.fp32_precision, "tf32"
+    try:
+        with pytest.raises(RuntimeError, match="mix"):
+            torch.get_float32_matmul_precision()
+        assert not polar.gram_pays(wide) and polar_express(torch.eye(4, 8)).isfinite().all()
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 8, 20), (5, 20, 8), (2, 3, 12, 12), (0, 4, 8), (0, 4, 4)])
@@ -257,7 +265,10 @@ def test_a_parameter_without_a_gradient_stays():
     p, q = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))
     optimizer = MuonAdamW([*muon_group(p), {"params": [q], "kind": "adamw", "lr": 1.0, "weight_decay": 0.5}])
     assert optimizer.step(lambda: "the closure's") == "the closure's"
-    assert torch.equal(p, torch.ones(4, 4)) and torch.equal(q, torch.ones(4)) and not optimizer.state
+    assert torch.equal(p, torch.ones(4, 4)) and torch.equal(q, torch.ones(4))
+    # Its state is there all the same: a checkpoint of before its first gradient loads like one of after.
+    assert all(not value.any() for state in optimizer.state.values() for value in state.values())
+    assert set(optimizer.state) == {p, q}
 
 
 @pytest.mark.parametrize(

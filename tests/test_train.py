@@ -177,7 +177,7 @@ def test_interrupted_inside_a_checkpoints_write_the_one_before_is_used(straight,
     [
         ([signal.SIGINT], 4),
         # A scheduler's SIGTERM to a study and its worker, to which the study passes it on.
-        ([signal.SIGTERM, signal.SIGINT], 4),
+        ([signal.SIGTERM, signal.SIGTERM, signal.SIGINT], 4),
         ([signal.SIGINT, signal.SIGINT], 3),
     ],
 )
@@ -365,12 +365,40 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path):
         ({"model": {"vocab_size": 100}}, "100"),
         ({"track": ["wandbb"]}, "track"),
         ({"model": {"layout": "3", "loop": {"preset": "none"}}, "loops": {"scheme": "huginn"}}, "needs a loop"),
+        ({"model": {"layout": "3", "loop": {"preset": "none"}}, "loops": {"grad_loops": 1}}, "needs a loop"),
+        (
+            {"model": {"loop": {"preset": "vanilla"}}, "loops": {"grad_loops": 1}},
+            "without a gradient: vanilla reads it",
+        ),
+        # Before the data is looked for.
+        ({"model": {"loop": {"preset": "operlop"}}, "data": {"source": "/nothing", "options": {}}}, "unknown preset"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_sentence(tmp_path, change, message):
     with pytest.raises(ValueError, match=message) as error:
         lo.train(config(**change), tmp_path / "run", progress=False)
     assert "\n" not in str(error.value)
+
+
+def test_what_does_not_fit_the_memory_is_one_sentence(tmp_path, monkeypatch):
+    def fails(run, step):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(sys.modules["looptim.train"], "update", fails)
+    with pytest.raises(ValueError, match=r"4 sequences of 32 tokens do not fit the memory .*; set train\.micro_batch"):
+        lo.train(config(), tmp_path / "run", progress=False)
+
+
+def test_a_weight_decay_that_is_forced_is_used(straight, tmp_path, monkeypatch):
+    run = shutil.copytree(straight, tmp_path / "run")
+    decays = []
+    monkeypatch.setattr(
+        sys.modules["looptim.train"],
+        "_loop",
+        lambda run, *_: decays.extend(group["weight_decay"] for group in run.optimizer.param_groups),
+    )
+    lo.train(config(optim={"weight_decay": 0.7}, steps=13), run, resume=True, force=True, progress=False)
+    assert set(decays) == {0.0, 0.7}
 
 
 def test_a_run_is_not_overwritten_nor_continued_with_another_config(straight, tmp_path):

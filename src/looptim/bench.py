@@ -14,6 +14,7 @@ from rich.progress import track
 
 from .config import Config, ModelConfig, TrainConfig
 from .count import Count, count
+from .cpu import guard_bf16
 from .logs import gemm_peak
 from .model import LoopedLM
 
@@ -46,6 +47,8 @@ def bench(names: str | Iterable[str] = (), config: Config | None = None, *, repe
     config = Config(model=ModelConfig(**MODEL), train=TrainConfig(**TRAIN)) if config is None else config
     if not any(segment.loops for segment in config.model.segments):
         raise ValueError(f"layout {config.model.layout!r} has no looped segment; bench compares loops")
+    if config.train.dtype == "bf16" and not torch.cuda.is_available():
+        guard_bf16()
     names = [names] if isinstance(names, str) else names
     settings = config.train
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -177,11 +177,14 @@ class ModelConfig(Strict):
         """The number of distinct blocks."""
         return sum(segment.blocks for segment in self.segments)
 
-    def with_loops(self, loops: int) -> ModelConfig:
-        """The same model with every looped segment run `loops` times."""
+    def with_loops(self, loops: int, *, at_most: bool = False) -> ModelConfig:
+        """The same model with every looped segment run `loops` times, or no more often than that."""
         if isinstance(loops, bool) or not isinstance(loops, int) or loops < 1:
             raise ValueError(f"loops must be a whole number of at least 1, got {loops!r}")
-        texts = [str(s.blocks) if s.loops is None else f"{s.blocks}x{loops}" for s in self.segments]
+        texts = [
+            str(s.blocks) if s.loops is None else f"{s.blocks}x{min(loops, s.loops) if at_most else loops}"
+            for s in self.segments
+        ]
         return self.model_copy(update={"layout": "-".join(texts)})
 
     def kind(self, block: int) -> str:
@@ -287,11 +290,9 @@ class Config(Strict):
         if self.train.loops.scheme == "parcae" and self.model.balance == "per_visit":
             # Sequences end together, so that the first visit of one is a later visit of another.
             raise ValueError("train.loops.scheme = 'parcae' needs model.balance = 'pooled', not 'per_visit'")
-        if self.train.loops.scheme != "fixed" and all(segment.loops is None for segment in self.model.segments):
-            raise ValueError(
-                f"train.loops.scheme ({self.train.loops.scheme}) needs a loop, and model.layout "
-                f"({self.model.layout}) has none"
-            )
+        sampled = self.train.loops.scheme != "fixed" or self.train.loops.grad_loops is not None
+        if sampled and all(segment.loops is None for segment in self.model.segments):
+            raise ValueError(f"train.loops needs a loop, and model.layout ({self.model.layout}) has none")
         return self
 
     def to_toml(self) -> str:

@@ -152,8 +152,7 @@ def training_flops(config: Config) -> float:
     loops, model = config.train.loops, config.model
     if loops.scheme != "fixed":
         model = model.with_loops(max(1, round(loops.mean + (loops.scheme == "huginn"))))
-    depth = max(segment.loops or 1 for segment in model.segments)
-    differentiated = model if loops.grad_loops is None else model.with_loops(min(loops.grad_loops, depth))
+    differentiated = model if loops.grad_loops is None else model.with_loops(loops.grad_loops, at_most=True)
     forward, backward = (
         sum(count(each, seq_len=config.train.seq_len).flops.values()) for each in (model, differentiated)
     )

@@ -92,7 +92,10 @@ def start() -> World:
         return World(0, 1, torch.device("cuda" if cuda else "cpu"))
     if cuda:
         # Other launchers than torchrun may not say it.
-        local = int(os.environ.get("LOCAL_RANK", int(os.environ.get("RANK", "0")) % torch.cuda.device_count()))
+        gpus = torch.cuda.device_count()
+        local = int(os.environ.get("LOCAL_RANK", int(os.environ.get("RANK", "0")) % gpus))
+        if local >= gpus:
+            raise ValueError(f"process {local + 1} of this node has no GPU, there are {gpus}; start no more than that")
         torch.cuda.set_device(local)
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     if not dist.is_initialized():

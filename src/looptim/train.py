@@ -40,9 +40,15 @@ def train(config: Config, out: str | Path, *, resume: bool = False, force: bool 
         guard_bf16()
     folder = Path(out)
     world = parallel.start()
-    world.rows(config.train.batch_size)
-    check_sinks(config.train.track)
-    world.first_does(lambda: rundir.check(folder, config, resume=resume, force=force))
+
+    def check() -> None:
+        world.rows(config.train.batch_size)
+        check_sinks(config.train.track)
+        rundir.check(folder, config, resume=resume, force=force)
+        check_model(config)
+
+    # All that can be known to fail is said now, once, not after hours of packing data.
+    world.first_does(check)
     data = _open_together(config, world, progress=progress)
     run = _prepare(config, folder, world, data)
     if progress and world.first:
@@ -60,7 +66,14 @@ def train(config: Config, out: str | Path, *, resume: bool = False, force: bool 
             # Of a run that is done, who made it stays on record.
             if world.first and first_step < config.train.steps:
                 rundir.record(folder, config, _environment(run), data.tokenizer)
-            _loop(run, log, first_step)
+            try:
+                _loop(run, log, first_step)
+            except torch.OutOfMemoryError:
+                rows = config.train.micro_batch or config.train.batch_size // world.size
+                raise ValueError(
+                    f"{rows} sequences of {config.train.seq_len} tokens do not fit the memory at a time; set "
+                    "train.micro_batch to fewer, or train.activation_checkpointing=true"
+                ) from None
     return folder
 
 
@@ -93,7 +106,6 @@ def _open_together(config: Config, world: World, *, progress: bool) -> Dataset:
 def _prepare(config: Config, folder: Path, world: World, data: Dataset) -> Run:
     """Build everything; nothing is written."""
     model = parallel.build(config.model, world, seed=config.train.seed)
-    check_loops(config, model)
     model.checkpointing = config.train.activation_checkpointing
     if config.train.compile:
         model.compile_blocks()
@@ -101,16 +113,31 @@ def _prepare(config: Config, folder: Path, world: World, data: Dataset) -> Run:
     return Run(config, folder, world, data, model, optimizer)
 
 
-def check_loops(config: Config, model: LoopedLM) -> None:
-    """Sampled loops and truncated backpropagation are for transitions that are shared over loops."""
-    loops = config.train.loops
+def check_model(config: Config) -> None:
+    """That the model of a recipe builds, and that its loops can be sampled and truncated as the recipe asks."""
+    with torch.device("meta"):
+        model = LoopedLM(config.model, seed=0)
+    loops, preset = config.train.loops, config.model.loop.preset
     if loops.scheme == "fixed" and loops.grad_loops is None:
         return
-    if not model.loops or not all(loop.shared for loop in model.loops if isinstance(loop, Loop)):
+    if not all(loop.shared for loop in model.loops if isinstance(loop, Loop)):
         raise ValueError(
-            f"train.loops needs a transition shared over loops, which {config.model.loop.preset} is not; "
+            f"train.loops needs a transition shared over loops, which {preset} is not; "
             "set loop.options.shared=true where the preset has it, or leave train.loops out"
         )
+    if loops.grad_loops is not None and not all(_reads_input(loop) for loop in model.loops if isinstance(loop, Loop)):
+        raise ValueError(
+            f"train.loops.grad_loops would leave what precedes the loop without a gradient: {preset} reads it before "
+            "the first loop only; choose a transition that reads it in every loop, such as huginn, or leave it out"
+        )
+
+
+def _reads_input(loop: Loop) -> bool:
+    """Whether a gradient through the last of two loops reaches the loop's input."""
+    e = torch.empty(1, 1, loop.width, device="meta", requires_grad=True)
+    blocks = torch.nn.Linear(loop.width, loop.width, device="meta")
+    (gradient,) = torch.autograd.grad(loop(e, blocks, steps=2, grad_steps=1).sum(), e, allow_unused=True)
+    return gradient is not None
 
 
 def _environment(run: Run) -> dict[str, Any]:
@@ -136,7 +163,11 @@ def _restore(run: Run) -> int:
     path = checkpoint.latest(run.folder)
     if path is None:
         return 0
+    decays = [group["weight_decay"] for group in run.optimizer.param_groups]
     record = checkpoint.load(path, run.model, run.optimizer, run.world)
+    # The config's, which may have been changed by --force; the rate is set at every update.
+    for group, decay in zip(run.optimizer.param_groups, decays, strict=True):
+        group["weight_decay"] = decay
     # Where the same text lies is not a part of what it is.
     before, now = ({k: v for k, v in f.items() if k != "source"} for f in (record["data"], run.data.fingerprint))
     if before != now:
@@ -167,9 +198,9 @@ def _loop(run: Run, log: RunLog, first_step: int) -> None:
 
 @final
 class StopRequest:
-    """Ctrl-C or SIGTERM lets the update in hand finish, so that what is saved is whole; the same again stops at once.
+    """Ctrl-C or SIGTERM lets the update in hand finish, so that what is saved is whole; a second Ctrl-C stops at once.
 
-    One of each is no impatience: schedulers send SIGTERM to a study and to its workers, to whom the study passes it on.
+    A second SIGTERM is no impatience: schedulers send it to all processes, and studies and torchrun pass it on.
     """
 
     def __init__(self) -> None:
@@ -186,7 +217,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: Any) -> None:
-        if number in self.asked:
+        if number == signal.SIGINT and number in self.asked:
             raise KeyboardInterrupt
         self.asked.add(number)
 

@@ -57,7 +57,7 @@ def update(run: Run, step: int) -> dict[str, Any]:
     if not math.isfinite(loss) or not torch.isfinite(norm):
         what = "loss" if not math.isfinite(loss) else "gradient"
         raise DivergedError(
-            f"the {what} of step {step} is not finite; the last checkpoint, if any, is kept; lower optim.lr"
+            f"the {what} of step {step + 1} is not finite; the last checkpoint, if any, is kept; lower optim.lr"
         )
     run.optimizer.step()
     run.optimizer.zero_grad()

@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from looptim.data import DataConfig, files, open_data
+from looptim.data.sources import find_valid_source
 
 
 def jsonl(texts):
@@ -127,6 +128,9 @@ def test_a_dataset_by_name_is_streamed(tmp_path, cache, texts, documents):
     both = {"data_files": {"train": options["data_files"], "held": str(tmp_path / "v.jsonl")}, "valid_split": "held"}
     (tmp_path / "v.jsonl").write_bytes(jsonl(["held out"]))
     assert texts(open_hf(**both), "valid") == ["held out"]
+    config = DataConfig(source="hf:json", options=both, valid_source="v.txt")
+    with pytest.raises(ValueError, match=r"'v\.txt' and data\.options\.valid_split 'held' both name what is held out"):
+        find_valid_source(config)
 
 
 def test_optional_packages_are_not_imported_for_plain_text(tmp_path):

@@ -81,7 +81,8 @@ def _check_size(tokenizer: Tokenizer, config: DataConfig, vocab_size: int) -> No
 def _trained_tokenizer(corpus: Corpus, vocab_size: int, cache: Path, progress: bool) -> Tokenizer:
     path = cache / "tokenizers" / digest([corpus.key, vocab_size, _SAMPLE]) / "tokenizer.json"
     if not path.parent.is_dir():
-        with bar(f"training a tokenizer on {corpus.source.name}", total=corpus.characters, show=progress) as advance:
+        total = corpus.characters and min(_SAMPLE, corpus.characters)
+        with bar(f"training a tokenizer on {corpus.source.name}", total=total, show=progress) as advance:
 
             def texts():
                 for text in corpus.sample(_SAMPLE):

@@ -43,6 +43,11 @@ def find_source(config: DataConfig) -> Source:
 def find_valid_source(config: DataConfig) -> Source | None:
     """The source to validate on, None where it is held out of the other."""
     if config.source.startswith("hf:") and "valid_split" in config.options:
+        if config.valid_source is not None:
+            raise ValueError(
+                f"data.valid_source {config.valid_source!r} and data.options.valid_split "
+                f"{config.options['valid_split']!r} both name what is held out; give one"
+            )
         return _hugging_face(config, config.options["valid_split"])
     if config.valid_source is None:
         return None

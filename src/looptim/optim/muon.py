@@ -73,6 +73,9 @@ class MuonAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
+            # Also of those without a gradient yet: a checkpoint then has what a later one of this model has.
+            for p in group["params"]:
+                self._begin(p, group)
             parameters = [p for p in group["params"] if p.grad is not None]
             if group["kind"] == "muon":
                 for batch in equal_shapes(parameters):
@@ -81,11 +84,19 @@ class MuonAdamW(Optimizer):
                 self._adamw(parameters, group)
         return loss
 
+    def _begin(self, p: Tensor, group: dict[str, Any]) -> None:
+        """Make a parameter's state, where it has none."""
+        state = self.state[p]
+        if state:
+            return
+        if group["kind"] == "muon":
+            state["momentum_buffer"] = torch.zeros_like(p)
+        else:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+
     def _muon(self, batch: list[Tensor], group: dict[str, Any]) -> None:
         lr, beta = group["lr"], group["momentum"]
-        for p in batch:
-            if not self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         updates = []
         for p in batch:
             grad, buffer = local(cast(Tensor, p.grad)), local(self.state[p]["momentum_buffer"])
@@ -97,11 +108,6 @@ class MuonAdamW(Optimizer):
             local(p).mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-lr * scale)
 
     def _adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        for p in parameters:
-            if not self.state[p]:
-                self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-                self.state[p]["exp_avg"] = torch.zeros_like(p)
-                self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
         beta1, beta2 = group["betas"]
         adamw(
             [local(p) for p in parameters],

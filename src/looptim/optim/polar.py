@@ -57,8 +57,16 @@ def polar_dtype(G: Tensor) -> torch.dtype:
 def gram_pays(X: Tensor) -> bool:
     """Whether the Gram form is faster and safe: matrices at least twice as wide as high, multiplied in full fp32."""
     # In bf16, and so in what stands in for fp32 below "highest", squaring the condition number lets it blow up.
-    exact = X.dtype == torch.float64 or (X.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest")
+    exact = X.dtype == torch.float64 or (X.dtype == torch.float32 and _multiplies_exactly())
     return exact and X.shape[-1] >= 2 * X.shape[-2]
+
+
+def _multiplies_exactly() -> bool:
+    try:
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:
+        # Somebody chose a precision by torch's newer names, which this one cannot tell.
+        return False
 
 
 def iterate_plain(X: Tensor, triples: Triples) -> Tensor:

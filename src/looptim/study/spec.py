@@ -10,14 +10,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, final
 
-import torch
 from pydantic import AfterValidator, Field, model_validator
 
 from ..config import Config, Strict
 from ..count import Count, count, training_flops
-from ..model import LoopedLM
 from ..recipe import load_config
-from ..train import check_loops
+from ..train import check_model
 
 TOLERANCE = 0.02
 """How far the training FLOPs of a variant may be from the reference's."""
@@ -161,7 +159,7 @@ def _read(path: Path) -> Study:
     if not path.is_file():
         raise ValueError(f"there is no study {str(path)!r}; give the path of a TOML file")
     try:
-        return Study(**tomllib.loads(path.read_text()))
+        return Study(**tomllib.loads(path.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from None
     except ValueError as error:
@@ -191,8 +189,7 @@ def _config(base: Config, study: Study, name: str) -> Config:
 
 def _count(name: str, config: Config) -> Count:
     try:
-        with torch.device("meta"):
-            check_loops(config, LoopedLM(config.model, seed=0))
+        check_model(config)
         return count(config)
     except ValueError as error:
         raise ValueError(f"variant {name!r} does not build: {error}") from None
