@@ -120,12 +120,13 @@ def check_model(config: Config) -> None:
     loops, preset = config.train.loops, config.model.loop.preset
     if loops.scheme == "fixed" and loops.grad_loops is None:
         return
-    if not all(loop.shared for loop in model.loops if isinstance(loop, Loop)):
+    looped = [loop for loop in model.loops if isinstance(loop, Loop)]
+    if not all(loop.shared for loop in looped):
         raise ValueError(
             f"train.loops needs a transition shared over loops, which {preset} is not; "
             "set loop.options.shared=true where the preset has it, or leave train.loops out"
         )
-    if loops.grad_loops is not None and not all(_reads_input(loop) for loop in model.loops if isinstance(loop, Loop)):
+    if loops.grad_loops is not None and not all(map(_reads_input, looped)):
         raise ValueError(
             f"train.loops.grad_loops would leave what precedes the loop without a gradient: {preset} reads it before "
             "the first loop only; choose a transition that reads it in every loop, such as huginn, or leave it out"

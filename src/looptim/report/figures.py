@@ -128,7 +128,7 @@ def _loss(runs: Sequence[Run], name: str, *, since: float) -> Picture | None:
     start = since * max(run.lines[-1]["tokens"] for run in runs)
     marks: dict[str, Any] = {"markerfacecolor": "white", "markersize": 4.5, "linestyle": "none", "zorder": 3}
     shown = 0
-    for run, style in zip(runs, styles_of([run.preset for run in runs]), strict=True):
+    for run, style in zip(runs, _styles(runs), strict=True):
         tokens, loss = run.column("loss")
         keep = tokens >= start
         if not since and len(runs) <= 4:
@@ -151,11 +151,15 @@ def _loss(runs: Sequence[Run], name: str, *, since: float) -> Picture | None:
     return Picture(name, f"Lines are means over neighbouring logged steps{pale}; open markers are validation.", figure)
 
 
+def _styles(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    return styles_of([run.preset for run in runs])
+
+
 def _handles(runs: Sequence[Run]) -> list[Line2D]:
     """Entries of a legend, one for each run."""
     return [
         Line2D([], [], label=run.name, color=style["color"], linestyle=style["linestyle"])
-        for run, style in zip(runs, styles_of([run.preset for run in runs]), strict=True)
+        for run, style in zip(runs, _styles(runs), strict=True)
     ]
 
 
@@ -166,8 +170,7 @@ def _overlay(runs: Sequence[Run], quantity: Quantity) -> Picture | None:
     if not len(known):
         return None
     figure, (axes,) = axes_of(quantity.title, quantity.ylabel)
-    styles = styles_of([run.preset for run in runs])
-    for index, ((tokens, values), style) in enumerate(zip(columns, styles, strict=True)):
+    for index, ((tokens, values), style) in enumerate(zip(columns, _styles(runs), strict=True)):
         if quantity.key == "grad_norm":
             axes.plot(tokens, values, color=style["color"], **PALE)
             # The geometric mean, which one spike does not lift.
