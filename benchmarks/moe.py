@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from looptim.bench import medians
-from looptim.nn import Experts, Routing, SwiGLU
+from looptim.model import Experts, Routing, SwiGLU
+from looptim.training.bench import medians
 
 SHAPES = [(256, 64, 16, 4), (512, 128, 16, 4), (512, 128, 64, 8), (512, 64, 64, 8)]
 

@@ -16,10 +16,10 @@ from unittest import mock
 
 import torch
 
-from looptim.bench import medians
 from looptim.config import ModelConfig
-from looptim.model import LoopedLM
-from looptim.optim import MuonAdamW, muon, parameter_groups, polar
+from looptim.model.lm import LoopedLM
+from looptim.training.bench import medians
+from looptim.training.optim import MuonAdamW, muon, parameter_groups, polar
 
 SHARED: dict[str, Any] = {
     "layout": "2-2x3-2",

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from looptim.bench import medians
-from looptim.nn import causal_attention
+from looptim.model import causal_attention
+from looptim.training.bench import medians
 
 SHAPES = [(512, 128), (1024, 32), (2048, 128), (4096, 128), (4096, 512)]
 HEADS, KV_HEADS, DIM, TOKENS = 8, 2, 64, 4096

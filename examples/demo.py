@@ -9,9 +9,9 @@ import torch
 
 import looptim as lo
 from looptim.cli import zoo
-from looptim.report import read_run
+from looptim.reporting.runs import read_run
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "nano.toml"
+RECIPE = "nano"
 RUNS = Path("runs") / "demo"
 STEPS = 80
 
@@ -39,7 +39,7 @@ def train(preset: str) -> Path:
     out = RUNS / preset
     shutil.rmtree(out, ignore_errors=True)
     overrides = [f"loop.preset={preset}", f"train.steps={STEPS}", f"train.valid_every={STEPS}", "optim.warmup=20"]
-    heading(f"Training {preset} for {STEPS} updates: looptim train recipes/nano.toml --set loop.preset={preset} ...")
+    heading(f"Training {preset} for {STEPS} updates: looptim train nano --set loop.preset={preset} ...")
     return lo.train(lo.load_config(RECIPE, set=overrides), out)
 
 

@@ -4,7 +4,7 @@ import torch
 
 from looptim.config import ModelConfig
 from looptim.hf import LoopedForCausalLM
-from looptim.model import LoopedLM
+from looptim.model.lm import LoopedLM
 
 SHARED = {"preset": "operloop", "options": {"shared": True}}
 

@@ -5,16 +5,9 @@ import re
 import resource
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-LOOPTIM = str(Path(sys.executable).with_name("looptim"))
-RECIPES = Path(__file__).parents[1] / "recipes"
-
-
-def run(*arguments, **options):
-    return subprocess.run([LOOPTIM, *arguments], capture_output=True, text=True, timeout=120, **options)
+from support import LOOPTIM, RECIPES, run
 
 
 def test_help_answers_fast_because_torch_is_not_imported():

@@ -1,13 +1,10 @@
 """Recipes: layouts, files with a base, overrides, and one sentence for every mistake."""
 
-from pathlib import Path
-
 import pytest
+from support import RECIPES
 
 import looptim as lo
 from looptim.config import Layer, ModelConfig, parse_layout
-
-RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,9 @@
 """The numbers the paper prints, from the recipes that ship."""
 
-from pathlib import Path
-
 import pytest
+from support import RECIPES
 
 import looptim as lo
-
-RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 def counted(name):

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from looptim import zoo
+from looptim.loop import table as zoo
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 

@@ -50,7 +50,7 @@ def zoo(
     """Print every transition as an optimizer: the paper's comparison table, from the code, with the measured gap."""
     if json and markdown:
         raise ValueError("--json and --markdown exclude each other; give one")
-    from looptim import zoo as table
+    from looptim.loop import table
 
     rows = table.zoo(width, steps)
     if json:
@@ -88,7 +88,7 @@ def diagnose(
         print(verdict)
 
 
-Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A TOML file, such as recipes/nano.toml.")]
+Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe, such as nano, or a TOML file.")]
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe; may be repeated.")
 ]
@@ -104,7 +104,7 @@ def count(
 ) -> None:
     """Count parameters, FLOPs and cache bytes by component, and as ratios to another recipe, without allocating."""
     import looptim
-    from looptim.count import component_cells, convention_cells
+    from looptim.model.count import component_cells, convention_cells
 
     ours = looptim.count(looptim.load_config(recipe, set=set or ()), seq_len=seq_len)
     other = looptim.count(looptim.load_config(against), seq_len=seq_len) if against else None
@@ -131,7 +131,7 @@ def train(
 ) -> None:
     """Train the model of a recipe; under torchrun, on many processes."""
     import looptim
-    from looptim.parallel import ElsewhereError
+    from looptim.training.distributed import ElsewhereError
 
     # Said now, not when the training is over.
     if export and importlib.util.find_spec("transformers") is None:
@@ -146,9 +146,7 @@ def train(
         # The process that failed has said why.
         raise typer.Exit(2) from None
     if export and os.environ.get("RANK", "0") == "0":
-        from looptim.export import export as write
-
-        print(f"{run}: trained; {write(run)} loads in transformers")
+        print(f"{run}: trained; {looptim.export(run)} loads in transformers")
 
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or a folder `looptim export` wrote.")]
@@ -168,16 +166,15 @@ def generate(
     """Stream a continuation of a prompt."""
     import torch
 
-    from looptim.export import open_model
-    from looptim.generate import generate as write
+    import looptim
 
-    model, tokenizer = open_model(run)
+    model, tokenizer = looptim.load(run)
     if torch.cuda.is_available():
         model.cuda()
     prompt = sys.stdin.read() if prompt == "-" else prompt
     # The prompt goes out with the first piece of its continuation: an error then has a line of its own.
     pieces = iter([prompt])
-    write(
+    looptim.generate(
         model,
         tokenizer,
         prompt,
@@ -198,9 +195,9 @@ def export(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="Where the model, config and tokenizer go.")],
 ) -> None:
     """Write a run's last checkpoint as a folder that transformers loads."""
-    from looptim.export import export as write
+    import looptim
 
-    print(write(run, folder))
+    print(looptim.export(run, folder))
 
 
 @app.command()
@@ -262,21 +259,20 @@ def report(
     ] = None,
 ) -> None:
     """Draw what runs did; print and write the paper's tables (Markdown, LaTeX, CSV) of those that were evaluated."""
-    from looptim.evaluate import tables_of, write_tables
-    from looptim.evaluate.formats import html_text, markdown
-    from looptim.report import report as draw
+    import looptim
 
-    made = tables_of(runs)
-    page = draw(runs, out, tables=html_text(made))
-    if made:
-        print(markdown(made))
-    for path in (page, *write_tables(made, page.parent)):
-        print(path)
+    page = looptim.report(runs, out)
+    tables = page.with_name("tables.md")
+    if tables.is_file():
+        print(tables.read_text(encoding="utf-8"))
+    for path in (page, *(page.with_name(f"tables.{suffix}") for suffix in ("md", "tex", "csv"))):
+        if path.is_file():
+            print(path)
 
 
 @app.command()
 def study(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A TOML file, such as studies/main.toml.")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A shipped study, such as main, or a TOML file.")],
     out: Annotated[str, typer.Option(metavar="DIR", help="Where the table, the figures and the page go.")],
     scale: Annotated[str | None, typer.Option(help="A size the file names, such as smoke.", metavar="NAME")] = None,
     set: Set = None,
@@ -311,10 +307,10 @@ def bench(
 ) -> None:
     """Measure what a transition costs here: time, FLOPs and parameters of a training step over the vanilla loop's."""
     import looptim
-    from looptim.bench import COLUMNS, cells
+    from looptim.training.bench import COLUMNS, cells
 
     if set and not recipe:
-        raise ValueError("--set changes a recipe; give --recipe too, such as --recipe recipes/nano.toml")
+        raise ValueError("--set changes a recipe; give --recipe too, such as --recipe nano")
     answer = looptim.bench(names or (), looptim.load_config(recipe, set=set or ()) if recipe else None, repeats=repeats)
     if json:
         print(json_module.dumps(answer, indent=2, ensure_ascii=False))

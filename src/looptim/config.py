@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from .names import nearest
+from .base.choices import nearest
 
 
 class Strict(BaseModel):

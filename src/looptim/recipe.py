@@ -7,12 +7,41 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .base.choices import nearest
 from .config import Config
 
 
+def shipped(kind: str) -> dict[str, Path]:
+    """The files that come with the package, `recipes` or `studies`, by name: `nano`, `paper/18/loop3-operloop`."""
+    folder = Path(__file__).parent / kind
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.toml"))}
+
+
+def find_file(kind: str, name: str | Path) -> Path:
+    """The file of a recipe or a study, given by its path or by the name it is shipped under."""
+    path, known = Path(name), shipped(kind)
+    if path.is_file():
+        return path
+    if str(name) in known:
+        return known[str(name)]
+    what = {"recipes": "recipe", "studies": "study"}[kind]
+    hint = nearest(path.with_suffix("").as_posix().removeprefix(f"{kind}/"), known)
+    raise ValueError(
+        f"there is no {what} {str(name)!r}{hint} give the path of a TOML file or a shipped name, "
+        f"one of {', '.join(sorted({each.partition('/')[0] + ('/...' if '/' in each else '') for each in known}))}"
+    )
+
+
 def load_config(path: str | Path, set: Iterable[str] = ()) -> Config:
-    """A recipe from a TOML file, with one level of `base = "other.toml"` and `a.b=c` overrides from `set`."""
-    values = _loop_in_model(_read(Path(path)))
+    """A recipe by its name or from a TOML file, with `a.b=c` overrides from `set`.
+
+    A file may have one level of `base = "other.toml"`.
+
+    >>> load_config("nano", set=["loop.preset=vanilla"]).model.layout
+    '1-2x3-1'
+    """
+    path = find_file("recipes", path)
+    values = _loop_in_model(_read(path))
     if "base" in values:
         name = values.pop("base")
         if not isinstance(name, str):

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .base.files import write_whole
 from .config import Config
 from .data import Tokenizer
-from .disk import write_whole
 from .recipe import load_config
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from looptim.data import DataConfig, open_data, opening
+from looptim.data import DataConfig, open_data
+from looptim.data import packing as opening
 from looptim.data.corpus import find_corpus
 from looptim.data.shards import ShardWriter, open_shard
 

@@ -2,7 +2,7 @@
 
 from ..config import DataConfig
 from .dataset import Dataset
-from .opening import open_data
+from .packing import open_data
 from .tasks import TASKS, Example, Task, evaluate_exact_match, find_task
 from .tokenizer import EOS, Tokenizer
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..disk import sync
+from ..base.files import sync
 
 _ELSEWHERE = "make room or access there, or set data.cache or $LOOPTIM_CACHE to another folder"
 

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal, final
 
+from ..base.console import bar
+from ..base.files import write_whole
 from ..config import DataConfig
-from ..disk import write_whole
 from .cache import digest, worded
 from .files import Document
-from .progress import bar
 from .sources import Source, find_source, find_valid_source
 
 Split = Literal["train", "valid"]

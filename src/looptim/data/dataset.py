@@ -10,9 +10,9 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from ..nn import IGNORE
+from ..model import IGNORE
 from .corpus import SPLITS, Split
-from .order import permute
+from .permutation import permute
 from .shards import open_shard
 from .tasks import Task
 from .tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
-from ..nn import IGNORE
+from ..model import IGNORE
 from .cache import digest
 from .corpus import SPLITS, Split
 from .dataset import Dataset

@@ -15,7 +15,7 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, final
 
-from ..names import nearest
+from ..base.choices import nearest
 
 STOP = "\n"
 """What follows every answer."""

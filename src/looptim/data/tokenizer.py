@@ -12,7 +12,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from ..disk import write_whole
+from ..base.files import write_whole
 from .cache import worded
 
 EOS = "<|endoftext|>"

@@ -15,10 +15,9 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from ..loop import Loop
-from ..model import LoopedLM, auxiliary_loss
-from ..nn import Head, MoEStats
+from ..model import Head, LoopedLM, MoEStats, auxiliary_loss
 from .config import KINDS, LoopedConfig
-from .fit import check_fit
+from .convert import check_fit
 from .slots import AttentionSlot
 
 if TYPE_CHECKING:

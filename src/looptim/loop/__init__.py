@@ -1,17 +1,18 @@
 """The framework: a loop transition from a projection, an objective and a rule. Needs torch and nothing else."""
 
 from . import controls, maps, objectives, presets, projections, roadmap, rules, state
+from .base import Context, Gate, Part
 from .controls import Decay, Step
 from .describe import Description, describe
 from .diagnose import Diagnosis, align, check_gradient, diagnose
+from .loop import Loop
 from .maps import Map
 from .objectives import Objective
-from .part import Context, Gate, Part
 from .projections import MapPart, Projection
 from .registry import PRESETS, build, register
 from .rules import Carry, Rule
 from .trace import Trace, trace
-from .transition import Loop, Record, Target, TargetBias, TargetNorm, Transition
+from .transition import Record, Target, TargetBias, TargetNorm, Transition
 
 __all__ = [
     "PRESETS",

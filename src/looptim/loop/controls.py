@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..base.numerics import full_precision, wide
+from .base import Context, Gate, Part
 from .maps import vector
-from .part import Context, Gate, Part, full_precision, wide
 
 if TYPE_CHECKING:
     from jaxtyping import Float

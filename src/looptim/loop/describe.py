@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterable
 from typing import final
 
+from .base import require, symbol
 from .diagnose import diagnose, input_map
-from .part import require, symbol
-from .transition import Loop
+from .loop import Loop
 
 
 @final

@@ -12,10 +12,11 @@ from typing import final
 import torch
 from torch import Tensor
 
+from .base import Context, require, symbol
+from .loop import Loop
 from .maps import Map
-from .part import Context, require, symbol
 from .rules import Carry
-from .transition import Loop, Record, Transition
+from .transition import Record, Transition
 
 TOLERANCE = 1e-9
 """Relative; everything here runs in float64."""

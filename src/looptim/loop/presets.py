@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable
 from typing import Any, final
 
+from ..base.choices import choose
+from .base import Context, Gate, logit
 from .controls import (
     CausalStep,
     ConstantDecay,
@@ -25,9 +27,9 @@ from .controls import (
     StreamDecay,
 )
 from .diagnose import align
+from .loop import Loop
 from .maps import Identity, Map
 from .objectives import Delta, InnerProduct, NormalizedInnerProduct, Objective
-from .part import Context, Gate, logit
 from .projections import (
     Add,
     Concat,
@@ -42,10 +44,10 @@ from .projections import (
     StreamMap,
     StreamRead,
 )
-from .registry import PRESETS, choose, register
+from .registry import PRESETS, register
 from .rules import GradientDescent, Rule
 from .state import Copies, Linear, Noise
-from .transition import Loop, TargetBias, TargetNorm, Transition
+from .transition import TargetBias, TargetNorm, Transition
 
 
 @final

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..base.numerics import full_precision, rms_norm, wide
+from .base import Context, Gate, Part
 from .maps import Composed, Dense, Diagonal, Identity, Map, Pullback, Shift, Streams
-from .part import Context, Gate, Part, full_precision, wide
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -161,8 +162,8 @@ class EulerStateSpace(StateSpace):
 class NormedInput(Projection):
     """Another projection given `RMSNorm(e)` in place of `e`: Parcae's `prelude_norm` as released.
 
-    >>> NormedInput(Add(), 2)(Context(torch.ones(1, 1, 1, 2), None, torch.full((1, 1, 2), 9.0)))[1]
-    tensor([[[1., 1.]]], grad_fn=<MulBackward0>)
+    >>> NormedInput(Add(), 2)(Context(torch.ones(1, 1, 1, 2), None, torch.full((1, 1, 2), 9.0)))[1].round().tolist()
+    [[[1.0, 1.0]]]
     """
 
     def __init__(self, projection: Projection, width: int, *, eps: float = 1e-5):
@@ -176,11 +177,6 @@ class NormedInput(Projection):
 
     def forward(self, ctx: Context) -> tuple[Map, Tensor | None]:
         return self.projection(ctx._replace(e=rms_norm(ctx.e, self.gain, self.eps)))
-
-
-def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """`x / rms(x) * (1 + gain)`, computed in fp32 or wider and returned in the dtype of `x`."""
-    return F.rms_norm(wide(x), x.shape[-1:], 1 + wide(gain), eps).to(x.dtype)
 
 
 @final

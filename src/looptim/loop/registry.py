@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import Any
 
-from .part import signature_of
-from .transition import Loop
-
-T = TypeVar("T")
+from ..base.choices import choose
+from .base import signature_of
+from .loop import Loop
 
 PRESETS: dict[str, Callable[..., Loop]] = {}
 """Name to preset. Add your own: `PRESETS["mine"] = lambda width, steps: Loop(...)`."""
@@ -58,15 +56,6 @@ def _check_option(preset: str, option: inspect.Parameter, value: Any) -> None:
     if not any(isinstance(value, kind) and (kind is bool) == isinstance(value, bool) for kind, _ in kinds):
         wanted = " or ".join(words for _, words in kinds)
         raise ValueError(f"{option.name} of {preset} must be {wanted}, got {value!r}")
-
-
-def choose(what: str, value: str, known: Mapping[str, T]) -> T:
-    """`known[value]`, or a ValueError that names the nearest and lists them all."""
-    if isinstance(value, str) and value in known:
-        return known[value]
-    near = difflib.get_close_matches(str(value), known, n=1)
-    hint = f", did you mean {near[0]!r}?" if near else ";"
-    raise ValueError(f"unknown {what} {value!r}{hint} known: {', '.join(known)}")
 
 
 def register(preset: Callable[..., Loop]) -> Callable[..., Loop]:

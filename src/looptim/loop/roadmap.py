@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 from .controls import Decay, Step
+from .loop import Loop
 from .objectives import PseudoHuber
 from .presets import operloop_transition, streamed
 from .projections import BoundedRead
 from .registry import register
 from .rules import HeavyBall, Hyperball, MomentumRule, Muon, Nesterov, Rule
-from .transition import Loop
 
 
 def _operloop_with(width: int, steps: int, *, streams: int, shared: bool, **parts: Any) -> Loop:

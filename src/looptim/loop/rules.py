@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple, final
 import torch
 from torch import Tensor
 
+from ..base.numerics import full_precision, polar, wide
+from .base import Context, Part, require
 from .controls import ConstantDecay, Decay, Step, StreamMatrix
-from .part import Context, Part, full_precision, require, wide
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -165,32 +166,6 @@ class Muon(MomentumRule):
         with full_precision(M):
             P = polar(M)
             return P * (_norm(M) / _norm(P).clamp_min(1e-12))
-
-
-# Polar Express (Amsel et al., 2025): six odd polynomials that together take singular values in [1e-3, 1] to 1 +- 0.007;
-# the safety factor 1.01 is applied.
-POLAR_EXPRESS = (
-    (8.205160414005574, -22.90193498705605, 16.460724910180314),
-    (4.066395159942775, -2.8611540867551426, 0.5183995226694741),
-    (3.9095949044379155, -2.823351735039516, 0.5250369769390025),
-    (3.2855640171986153, -2.415301959635945, 0.48529406552790866),
-    (2.277873287083977, -1.619821765265441, 0.39848078704168355),
-    (1.8725756512746514, -1.2307042574884297, 0.35851616209511666),
-)
-
-
-def polar(M: Float[Tensor, "*batch r d"]) -> Float[Tensor, "*batch r d"]:
-    """The polar factor `(M M^T)^{-1/2} M` of wide matrices by Polar Express; smooth, so that training can pass through.
-
-    >>> polar(torch.diag(torch.tensor([3.0, 4.0]))).round(decimals=1)
-    tensor([[1., 0.],
-            [0., 1.]])
-    """
-    X = M / (1.01 * _norm(M) + 1e-12)
-    for a, b, c in POLAR_EXPRESS:
-        A = X @ X.mT
-        X = a * X + (b * A + c * A @ A) @ X
-    return X
 
 
 def _norm(Y: Tensor) -> Tensor:

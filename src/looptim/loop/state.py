@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor, nn
 
-from .part import Part, wide
+from ..base.numerics import wide
+from .base import Part
 
 if TYPE_CHECKING:
     from jaxtyping import Float

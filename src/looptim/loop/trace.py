@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from .controls import StreamMatrix
+from .loop import Loop
 from .maps import Map
-from .transition import Loop, Record, Transition
+from .transition import Record, Transition
 
 
 @final

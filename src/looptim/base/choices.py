@@ -1,0 +1,31 @@
+"""Choosing among known names: what to say of a name that nobody knows."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """What joins a message about an unknown name to the known ones.
+
+    >>> nearest("operlop", ["operloop", "vanilla"]), nearest("x", ["operloop"])
+    (", did you mean 'operloop'?", ';')
+    """
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f", did you mean {near[0]!r}?" if near else ";"
+
+
+def choose(what: str, value: str, known: Mapping[str, T]) -> T:
+    """`known[value]`, or a ValueError that names the nearest and lists them all.
+
+    >>> choose("preset", "operlop", {"operloop": 1, "vanilla": 2})
+    Traceback (most recent call last):
+    ValueError: unknown preset 'operlop', did you mean 'operloop'? known: operloop, vanilla
+    """
+    if isinstance(value, str) and value in known:
+        return known[value]
+    raise ValueError(f"unknown {what} {value!r}{nearest(value, known)} known: {', '.join(known)}")

@@ -1,0 +1,312 @@
+"""From a run or an exported folder to results on disc, task by task."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..base.console import Progress, duration
+from ..data import TASKS, Tokenizer
+from ..loading import load, wrap
+from ..model import LoopedLM
+from ..model.count import count
+from ..recipe import load_config
+from ..training import checkpoint
+from . import offline
+from . import tasks as reasoning
+from .answers import Journal, read, write_result
+from .averages import averages, scores
+from .suites import CODE, choose, refusal
+
+if TYPE_CHECKING:
+    from ..hf import LoopedForCausalLM
+    from .harness import Model
+
+PACKAGES = ("looptim", "lm_eval", "torch", "transformers", "datasets", "tokenizers", "numpy")
+
+
+class Subject(NamedTuple):
+    """What is evaluated, and what of it goes into every result."""
+
+    model: LoopedLM
+    tokenizer: Tokenizer
+    wrapped: LoopedForCausalLM
+    """The same weights, as transformers sees them."""
+    loops: int | None
+    """None for what the layout says."""
+    trained: dict[str, Any]
+    """Options of the synthetic task it learned, by name."""
+    identity: dict[str, Any]
+    """Results are the same as long as this is."""
+
+
+def evaluate(
+    path: str | Path,
+    *,
+    suite: str | None = None,
+    tasks: Sequence[str] | None = None,
+    limit: int | None = None,
+    batch_size: int = 16,
+    loops: int | None = None,
+    allow_code: bool = False,
+    out: str | Path | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Evaluate a run, or a folder that `export` wrote, on a suite or on tasks.
+
+    Each task is written to `out` (PATH/eval by default) as it finishes; one that is there with the same settings is
+    not run again. HumanEval executes what the model writes, which `allow_code` permits.
+    """
+    path, names = Path(path), choose(suite, tasks)
+    _check(path, names, limit=limit, batch_size=batch_size, allow_code=allow_code)
+    subject = _open(path, loops)
+    stock = [name for name in names if name not in TASKS]
+    loaded = _load_tasks(stock, allow_code=allow_code) if stock else {}
+    # A tag of lm-eval has become its tasks.
+    names = [*loaded, *(name for name in names if name in TASKS)]
+    out = path / "eval" if out is None else Path(out)
+    results: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        lm = _harness_model(subject, Path(folder), batch_size) if stock else None
+        for index, name in enumerate(names, 1):
+            progress = Progress(f"{name} ({index}/{len(names)})", batch=batch_size, quiet=quiet)
+            settings = _settings(name, subject, limit, loaded)
+            file = out / f"{file_name(name, limit, loops)}.json"
+            found = read(file)
+            if found is not None and found.get("settings") == settings:
+                progress.end(f"done before, in {file}")
+                results[name] = found
+                continue
+            try:
+                results[name] = _run(name, subject, settings, lm, loaded.get(name), file, progress)
+            except KeyboardInterrupt:
+                progress.end("stopped; the same command continues from here")
+                raise
+            except torch.OutOfMemoryError:
+                raise ValueError(
+                    f"{name} does not fit the memory in batches of {batch_size}; give a smaller --batch-size, which "
+                    "continues from the answers so far"
+                ) from None
+            progress.end(_summary(results[name]))
+    table = scores({name: record["results"] for name, record in results.items()})
+    return {
+        "folder": str(out),
+        "results": {name: record["results"] for name, record in results.items()},
+        "scores": {name: {"value": value, "stderr": error} for name, (value, error) in table.items()},
+        "averages": averages({name: value for name, (value, _) in table.items()}),
+        "notes": [note for record in results.values() for note in record["notes"]],
+    }
+
+
+def file_name(task: str, limit: int | None, loops: int | None) -> str:
+    """A result of a part of a task, or at another number of loops, does not replace the whole one.
+
+    >>> file_name("piqa", None, None), file_name("piqa", 20, 6)
+    ('piqa', 'piqa.loops6.limit20')
+    """
+    return f"{task}{'' if loops is None else f'.loops{loops}'}{'' if limit is None else f'.limit{limit}'}"
+
+
+def _check(path: Path, names: Sequence[str], *, limit: int | None, batch_size: int, allow_code: bool) -> None:
+    """Everything that can be known to be wrong before anything is loaded."""
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit must be at least 1, got {limit}; leave it out for the whole task")
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    if checkpoint.latest(path) is None and not (path / "config.json").is_file():
+        # Words it.
+        load(path)
+    code = [name for name in names if name in CODE]
+    if code and not allow_code:
+        raise ValueError(refusal(code))
+
+
+def _load_tasks(names: Sequence[str], *, allow_code: bool) -> dict[str, Any]:
+    reachable = offline.prepare()
+    if allow_code:
+        # The stock tasks try their metric, on a fixed program, as they are imported.
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"
+    try:
+        from . import harness
+    except ImportError as error:
+        raise ValueError(f"this needs lm-eval ({error}); pip install 'looptim[eval]'") from None
+    try:
+        return harness.load_tasks(names, allow_code=allow_code)
+    except harness.MissingDataError as error:
+        why = "could not be loaded" if reachable else "are not cached, and the hub is not reachable"
+        raise ValueError(
+            f"data sets that {why}: {error}; connect once to download them, or set HF_HOME to a folder "
+            f"that has them (it is {offline.home()})"
+        ) from None
+
+
+def _run(
+    name: str, subject: Subject, settings: dict[str, Any], lm: Model | None, loaded: Any, file: Path, progress: Progress
+) -> dict[str, Any]:
+    """Run one task and write its result."""
+    record = {
+        "task": name,
+        "settings": settings,
+        "batch_size": progress.batch,
+        "device": _device(),
+        "versions": _versions(),
+    }
+    start = time.monotonic()
+    with Journal(file, settings) as journal:
+        if lm is None or loaded is None:
+            record |= reasoning.run(name, subject, settings, journal, batch_size=progress.batch, progress=progress)
+        else:
+            record |= _run_stock(lm, name, loaded, settings, file, journal, progress)
+        record["seconds"] = round(time.monotonic() - start, 3)
+        write_result(file, record)
+        journal.remove()
+    return record
+
+
+def _open(path: Path, loops: int | None) -> Subject:
+    model, tokenizer = load(path)
+    wrapped = wrap(model.to(_device()), loops=loops)
+    wrapped.generation_config.eos_token_id = tokenizer.eos
+    config = model.config if loops is None else model.config.with_loops(loops)
+    cost = count(config)
+    identity = {
+        "weights": _hash(model),
+        "tokenizer": tokenizer.hash,
+        "layout": config.layout,
+        "loops": next((segment.loops for segment in config.segments if segment.loops), None),
+        "exit_rule": "none: every token runs every loop",
+        "preset": config.loop.preset,
+        "options": config.loop.options,
+        "context_length": config.max_length,
+        "dtype": str(wrapped.dtype).removeprefix("torch."),
+        "parameters": cost.parameter_conventions()["non-vocabulary"],
+        "flops_per_token": cost.flop_conventions()["without head"],
+    }
+    return Subject(model, tokenizer, wrapped, loops, _trained(path), identity)
+
+
+def _trained(path: Path) -> dict[str, Any]:
+    """The options of the synthetic task that a run learned, as the run or its export says."""
+    recipe = path / "config.toml"
+    if recipe.is_file():
+        data = load_config(recipe).data
+        return {data.source.removeprefix("synthetic:"): data.options}
+    return json.loads((path / "config.json").read_text()).get("task_specific_params") or {}
+
+
+def _hash(model: LoopedLM) -> str:
+    """Tells trained weights apart by a thousand numbers of each tensor; the same for a run and its export."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.detach().flatten()
+        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        digest.update(flat[:: max(1, flat.numel() // 1024)].float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _harness_model(subject: Subject, folder: Path, batch_size: int) -> Model:
+    from . import harness
+
+    subject.tokenizer.save(folder)
+    return harness.Model(subject.wrapped, folder, batch_size=batch_size)
+
+
+def _settings(name: str, subject: Subject, limit: int | None, loaded: dict[str, Any]) -> dict[str, Any]:
+    """What a result depends on. The batch size is not among it: numbers do not change with it."""
+    settings = {"model": subject.identity, "limit": limit}
+    if name in TASKS:
+        settings |= reasoning.settings(name, subject.trained)
+    else:
+        from . import harness
+
+        settings |= {
+            "num_fewshot": harness.num_fewshot(name, loaded[name]),
+            "seeds": harness.SEEDS,
+            "lm_eval": harness.VERSION,
+            "task_versions": {part: task.VERSION for part, task in loaded[name]["tasks"].items()},
+        }
+    # As they are when they come back from the disc.
+    return json.loads(json.dumps(settings, default=str))
+
+
+def _run_stock(
+    lm: Model, name: str, loaded: Any, settings: dict[str, Any], file: Path, journal: Journal, progress: Progress
+) -> dict[str, Any]:
+    from . import harness
+
+    metric = harness.isolate_code(name, loaded)
+    lm.start(journal, progress)
+    with harness.quiet():
+        answer = harness.run(lm, loaded, limit=settings["limit"])
+    write_result(file.parent / "samples" / file.name, _samples(answer["samples"]))
+    numbers = {part: _numbers(result) for part, result in answer["results"].items()}
+    return {
+        # Empty for a group that lm-eval has no mean for; its parts have theirs.
+        "results": numbers.pop(name, {}),
+        "parts": numbers,
+        "samples": {part: number["effective"] for part, number in answer["n-samples"].items()},
+        "context": asdict(lm.cut),
+        "sandbox": None if metric is None else metric.describe(),
+        "notes": _notes(name, lm.cut, settings["model"]["context_length"], metric),
+    }
+
+
+def _notes(name: str, cut: Any, context: int, metric: Any) -> list[str]:
+    notes = []
+    if cut.cut:
+        notes.append(
+            f"{name}: {cut.cut} of {cut.requests} requests do not fit the context of {context} tokens "
+            f"(the longest needs {cut.longest}) and lost the start of their prompt"
+        )
+    if cut.given:
+        notes.append(f"{name}: generates at most {cut.given} tokens, not {cut.asked}, since the context is {context}")
+    if metric is not None and metric.network:
+        notes.append(f"{name}: this system did not allow to cut its programs off from the network")
+    return notes
+
+
+def _numbers(result: dict[str, Any]) -> dict[str, Any]:
+    """The metrics; lm-eval says N/A where it has no standard error."""
+    return {key: value for key, value in result.items() if isinstance(value, int | float) and "," in key}
+
+
+def _samples(samples: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What the model answered, problem by problem."""
+    kept = ("doc_id", "filter", "target", "resps", "filtered_resps", "prompt_hash")
+    return [
+        {"task": task, **{key: line[key] for key in kept}, **{key: line[key] for key in line["metrics"]}}
+        for task, lines in samples.items()
+        for line in lines
+    ]
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "absent"
+    return versions
+
+
+def _summary(record: dict[str, Any]) -> str:
+    shown = [
+        f"{key.removesuffix(',none')} {value:.4g}" for key, value in record["results"].items() if "stderr" not in key
+    ]
+    return "; ".join([", ".join(shown) + f", in {duration(record['seconds'])}", *record["notes"]])

@@ -1,0 +1,154 @@
+"""Text from a model: one prompt streamed, or many prompts completed in a batch; both by transformers' `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from .data import Tokenizer
+from .loading import wrap
+from .model import LoopedLM
+
+
+def generate(
+    model: LoopedLM,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    loops: int | None = None,
+    stream: Callable[[str], None] | None = None,
+) -> str:
+    """The continuation of a prompt; temperature 0 is greedy. `stream` is given the text piece by piece as it comes."""
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must be a number that is not negative, got {temperature}; 0 is greedy")
+    if top_p is not None and not 0 <= top_p <= 1:
+        raise ValueError(f"top_p must lie between 0 and 1, got {top_p}")
+    ids = tokenizer.encode(prompt) or [tokenizer.eos]
+    room = _room(model, len(ids))
+    sampling = {
+        "do_sample": True,
+        "temperature": temperature,
+        "top_k": top_k or 0,
+        "top_p": 1.0 if top_p is None else top_p,
+    }
+    device = model.embedding.weight.device
+    with _wrapped(model, loops) as wrapped, _seeded(seed):
+        out = wrapped.generate(
+            torch.tensor([ids], device=device),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=device),
+            max_new_tokens=min(max_new_tokens, room),
+            use_cache=wrapped.caches,
+            streamer=_Streamer(tokenizer, stream) if stream else None,
+            eos_token_id=tokenizer.eos,
+            pad_token_id=tokenizer.eos,
+            # Logits over a smaller one would overflow.
+            **(sampling if temperature > 1e-6 else {"do_sample": False}),
+        )
+    # Decoded with the prompt: alone, tokenizers that keep a space at the head of a word would drop the first one.
+    return tokenizer.decode(out[0].tolist())[len(tokenizer.decode(ids)) :]
+
+
+def complete(
+    model: LoopedLM,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int,
+    stop: str = "\n",
+    batch_size: int = 64,
+    loops: int | None = None,
+) -> list[str]:
+    """Greedy continuations of many prompts, up to `stop`, left-padded in batches through the KV cache."""
+    with _wrapped(model, loops) as wrapped:
+        # A token shift suffers no padding on the left.
+        return _complete(wrapped, tokenizer, prompts, max_new_tokens, stop, 1 if wrapped.shifted else batch_size)
+
+
+def _complete(
+    wrapped: Any, tokenizer: Tokenizer, prompts: Sequence[str], max_new_tokens: int, stop: str, batch_size: int
+) -> list[str]:
+    # The end of a longer stop may come without the rest of it.
+    last = tokenizer.encode(stop)
+    ends = {tokenizer.eos, *(last if len(last) == 1 else [])}
+    answers: list[str] = []
+    for first in range(0, len(prompts), batch_size):
+        rows = [tokenizer.encode(prompt) or [tokenizer.eos] for prompt in prompts[first : first + batch_size]]
+        length = max(map(len, rows))
+        padded = [[tokenizer.eos] * (length - len(row)) + row for row in rows]
+        tokens = torch.tensor(padded, device=wrapped.device)
+        mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=tokens.device)
+        out = wrapped.generate(
+            tokens,
+            attention_mask=mask,
+            max_new_tokens=min(max_new_tokens, _room(wrapped.looped, length)),
+            use_cache=wrapped.caches,
+            do_sample=False,
+            eos_token_id=sorted(ends),
+            pad_token_id=tokenizer.eos,
+        )
+        answers += [tokenizer.decode(row.tolist()).split(stop)[0] for row in out[:, length:]]
+    return answers
+
+
+def _room(model: LoopedLM, length: int) -> int:
+    """How many tokens may follow a prompt."""
+    room = model.config.max_length - length
+    if room < 1:
+        raise ValueError(f"the prompt has {length} tokens, but max_length is {model.config.max_length}; shorten it")
+    return room
+
+
+@contextmanager
+def _seeded(seed: int | None) -> Iterator[None]:
+    """Draw from `seed`, and leave the global generators as they were, for whoever trains meanwhile."""
+    if seed is None:
+        yield
+        return
+    # Seeding seeds every device.
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def _wrapped(model: LoopedLM, loops: int | None) -> Iterator[Any]:
+    """The model under transformers and in eval mode, which it leaves as it was."""
+    training = model.training
+    try:
+        yield wrap(model.eval(), loops=loops)
+    finally:
+        model.train(training)
+
+
+@final
+class _Streamer:
+    """What transformers hands tokens to; passes text on as soon as it is whole characters."""
+
+    def __init__(self, tokenizer: Tokenizer, emit: Callable[[str], None]):
+        self.tokenizer = tokenizer
+        self.emit = emit
+        self.ids: list[int] = []
+        self.sent = ""
+
+    def put(self, value: Tensor) -> None:
+        # The prompt comes first, and is not sent.
+        prompt = not self.ids
+        self.ids += value.flatten().tolist()
+        text = self.tokenizer.decode(self.ids)
+        if prompt:
+            self.sent = text
+        elif not text.endswith("\ufffd"):
+            self.emit(text[len(self.sent) :])
+            self.sent = text
+
+    def end(self) -> None:
+        self.emit(self.tokenizer.decode(self.ids)[len(self.sent) :])

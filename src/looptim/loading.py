@@ -1,0 +1,76 @@
+"""The model and tokenizer of a run or of an exported folder, and a model as transformers sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from .data import Tokenizer
+from .model import LoopedLM
+from .recipe import load_config
+from .training import checkpoint
+from .training.distributed import World
+
+if TYPE_CHECKING:
+    from .hf import LoopedForCausalLM
+
+
+def load(path: str | Path) -> tuple[LoopedLM, Tokenizer]:
+    """The model, in eval mode, and the tokenizer of a run's last checkpoint, or of a folder that `export` wrote."""
+    path = Path(path)
+    last = checkpoint.latest(path)
+    if last is not None:
+        return _load_run(path, last)
+    if (path / "config.json").is_file():
+        return _load_export(path)
+    if (path / "config.toml").is_file():
+        raise ValueError(f"{path} has no complete checkpoint yet; train it further, or give another run")
+    raise ValueError(f"{path} is neither a run nor an exported model; give a folder with config.toml or config.json")
+
+
+def _load_run(folder: Path, last: Path) -> tuple[LoopedLM, Tokenizer]:
+    config = load_config(folder / "config.toml")
+    model = LoopedLM(config.model, seed=config.train.seed)
+    checkpoint.load(last, model, None, World(0, 1, torch.device("cpu")))
+    return model.eval(), Tokenizer.load(folder / "tokenizer")
+
+
+def _load_export(folder: Path) -> tuple[LoopedLM, Tokenizer]:
+    with no_progress_bar():
+        wrapped = _hf().LoopedForCausalLM.from_pretrained(folder)
+    model = wrapped.looped.eval()
+    if wrapped.config.loops is not None:
+        model.config = model.config.with_loops(wrapped.config.loops)
+    return model, Tokenizer.load(folder)
+
+
+def wrap(model: LoopedLM, *, loops: int | None = None) -> LoopedForCausalLM:
+    """The model under transformers, sharing its weights; `loops` where its transition allows another number."""
+    return _hf().LoopedForCausalLM.from_looped(model, loops=loops)
+
+
+def _hf():
+    try:
+        from . import hf
+    except ImportError as error:
+        raise ValueError(f"this needs transformers ({error}); pip install 'looptim[hf]'") from None
+    return hf
+
+
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """Without the bar of transformers, which would run into the text that is streamed, or printed."""
+    _hf()
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,113 @@
+"""What every part of a transition shares: its symbol, the context it may look at, the gate it is made of."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..base.numerics import full_precision, wide
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+class Context(NamedTuple):
+    """What a part may look at during one step."""
+
+    Y: Tensor
+    """The state, (B, T, r, d)."""
+    Z: Tensor | None
+    """The features of the state every controller shares, (B, T, r d), in fp32 or wider; None if no part wants them."""
+    e: Tensor
+    """The prelude output, (B, T, d)."""
+
+
+class Part(nn.Module):
+    """A module that is one part of a transition and knows how to write itself down.
+
+    `symbol` is the part's cell in the paper's table; `where` defines the letters in it.
+    """
+
+    symbol: str = "?"
+    where: str = ""
+
+
+def symbol(part: object) -> str:
+    """A part's symbol; a user's part without one goes by the name of its class."""
+    given = getattr(part, "symbol", "?")
+    return type(part).__name__ if given == "?" else given
+
+
+def require(what: str, value: object, kind: type) -> None:
+    """A ValueError unless `value` is of the kind a user must give."""
+    if not isinstance(value, kind):
+        given = value.__name__ + " itself, not one of it" if isinstance(value, type) else type(value).__name__
+        raise ValueError(f"{what} must be a looptim {kind.__name__}, got {given}")
+
+
+def rms_features(Y: Float[Tensor, "B T r d"]) -> Float[Tensor, "B T rd"]:
+    """`Z = RMSNorm(flatten(Y))`, without a gain (the controllers' weights absorb one), eps 1e-20 as released.
+
+    >>> rms_features(torch.tensor([[[[3.0], [-4.0]]]])).pow(2).mean().item()
+    1.0
+    """
+    Z = wide(Y.flatten(-2))
+    return F.rms_norm(Z, Z.shape[-1:], eps=1e-20)
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """What a user's function takes; its annotations may name what only a type checker imports."""
+    if sys.version_info >= (3, 14):
+        import annotationlib
+
+        return inspect.signature(function, annotation_format=annotationlib.Format.FORWARDREF)
+    return inspect.signature(function)
+
+
+def logit(p: float, name: str) -> float:
+    """The bias at which a sigmoid starts at `p`, an option called `name`."""
+    if not 0 < p < 1:
+        raise ValueError(f"{name} is where a sigmoid starts and must lie between 0 and 1, both left out; got {p}")
+    return math.log(p / (1 - p))
+
+
+@final
+class Gate(nn.Module):
+    """`gain * sigmoid(a * (W z) + b)`, the bounded controller of HyperLoop and OperLoop (Section 4).
+
+    `W ~ U(-1/sqrt(n), 1/sqrt(n))` for n inputs, `a` starts at `scale` for every output and `b` at `bias`:
+    a small `scale` makes the gate start at `gain * sigmoid(bias)`, nearly the same for every token.
+
+    >>> Gate(8, 2, bias=0.0, gain=2.0)(torch.zeros(1, 8))
+    tensor([[1., 1.]], grad_fn=<MulBackward0>)
+    """
+
+    init_scale: ClassVar[float] = 0.01
+
+    def __init__(self, inputs: int, outputs: int, *, bias: float, scale: float = init_scale, gain: float = 1.0):
+        super().__init__()
+        bound = 1 / math.sqrt(inputs)
+        self.W = nn.Parameter(torch.empty(outputs, inputs).uniform_(-bound, bound))
+        self.a = nn.Parameter(torch.full((outputs,), float(scale)))
+        self.b = nn.Parameter(torch.full((outputs,), float(bias)))
+        self.gain = gain
+
+    def forward(self, z: Float[Tensor, "*batch inputs"] | None) -> Float[Tensor, "*batch outputs"]:
+        if z is None:
+            raise ValueError("a gate looks at the features of the state, but its Transition has features=None")
+        if z.shape[-1] != self.W.shape[1]:
+            raise ValueError(
+                f"a gate built for {self.W.shape[1]} features got {z.shape[-1]}; "
+                "it needs the width times the number of streams of the state"
+            )
+        with full_precision(z):
+            z = wide(z)
+            logits = self.a.to(z.dtype) * F.linear(z, self.W.to(z.dtype)) + self.b.to(z.dtype)
+            return self.gain * torch.sigmoid(logits)

@@ -1,0 +1,32 @@
+"""The looped language model and the parts of its backbone, each usable alone."""
+
+from .attention import Attend, Attention, CausalSlot, causal_attention
+from .block import Block
+from .head import IGNORE, Head
+from .lm import LoopedLM, Output, auxiliary_loss
+from .moe import Experts, MoE, MoEStats, Router, Routing, SwiGLU, balance_update
+from .norm import RMSNorm
+from .rope import apply_rope, rope_table
+
+__all__ = [
+    "IGNORE",
+    "Attend",
+    "Attention",
+    "Block",
+    "CausalSlot",
+    "Experts",
+    "Head",
+    "LoopedLM",
+    "MoE",
+    "MoEStats",
+    "Output",
+    "RMSNorm",
+    "Router",
+    "Routing",
+    "SwiGLU",
+    "apply_rope",
+    "auxiliary_loss",
+    "balance_update",
+    "causal_attention",
+    "rope_table",
+]

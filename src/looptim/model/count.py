@@ -1,0 +1,256 @@
+"""Parameters, FLOPs and cache bytes of a model, by component and by convention, counted on the meta device."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from ..config import Config, Layer, ModelConfig
+from ..loop import Loop
+from .lm import LoopedLM
+
+VOCABULARY = ("embedding", "head")
+FLOP_PARTS = ("attention", "attention scores", "dense FFN", "routed", "shared", "router", "transition", "head")
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Count:
+    """What a model costs. FLOPs are per token of a forward pass at `seq_len`, a multiply-add counting two.
+
+    Norms, RoPE, activations and the softmax are left out of the backbone, as is usual; a transition, which is mostly
+    elementwise, is counted operation by operation.
+    """
+
+    name: str
+    seq_len: int
+    distinct_blocks: int
+    depth: int
+    """Unrolled layers."""
+    parameters: dict[str, int]
+    active: dict[str, int]
+    """Parameters a token meets, each once, however often it is looped over."""
+    flops: dict[str, float]
+    kv_bytes_per_token: int
+    """Of a bf16 cache with a slot for every unrolled layer, for as long as no window is full."""
+    kv_bytes: int
+    """Of one sequence of `seq_len`, sliding layers keeping their window only."""
+
+    def parameter_conventions(self) -> dict[str, int]:
+        """The parameter count under every convention in use."""
+        vocabulary = sum(self.parameters[part] for part in VOCABULARY)
+        total = sum(self.parameters.values())
+        return {
+            "total": total,
+            "non-vocabulary": total - vocabulary,
+            "non-vocabulary without norms": total - vocabulary - self.parameters["norms"],
+            "distinct blocks": self.distinct_blocks,
+        }
+
+    def active_conventions(self) -> dict[str, int]:
+        """The active parameters with and without the vocabulary."""
+        total = sum(self.active.values())
+        return {"total": total, "non-vocabulary": total - sum(self.active[part] for part in VOCABULARY)}
+
+    def flop_conventions(self) -> dict[str, float]:
+        """Forward FLOPs per token under every convention in use; training takes three times as many."""
+        total = sum(self.flops.values())
+        return {
+            "total": total,
+            "without head": total - self.flops["head"],
+            "without attention scores": total - self.flops["attention scores"],
+            "without transition": total - self.flops["transition"],
+            "unrolled layers": self.depth,
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        return {
+            **dataclasses.asdict(self),
+            "parameter_conventions": self.parameter_conventions(),
+            "active_conventions": self.active_conventions(),
+            "flop_conventions": self.flop_conventions(),
+            "training_flops_per_token": 3 * sum(self.flops.values()),
+        }
+
+    def ratios(self, other: Count) -> dict[str, dict[str, float]]:
+        """This count over another, under each convention by name."""
+
+        def divide(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
+            return {key: value / theirs[key] for key, value in ours.items() if theirs[key]}
+
+        return {
+            "parameters": divide(self.parameter_conventions(), other.parameter_conventions()),
+            "active": divide(self.active_conventions(), other.active_conventions()),
+            "flops": divide(self.flop_conventions(), other.flop_conventions()),
+            "kv cache": {"per sequence": self.kv_bytes / other.kv_bytes},
+        }
+
+
+def component_cells(ours: Count) -> list[list[str]]:
+    """The components as rows of strings: parameters, active ones, FLOPs."""
+    columns = (ours.parameters, ours.active, ours.flops)
+    parts = dict.fromkeys([*ours.parameters, *ours.flops])
+    return [[part, *(f"{column[part]:,.0f}" if part in column else "" for column in columns)] for part in parts]
+
+
+def convention_cells(ours: Count, other: Count | None = None) -> list[list[str]]:
+    """The totals under each convention as rows of strings, with their ratios to another model's."""
+    ratios = ours.ratios(other) if other else None
+    conventions = {
+        "parameters": ours.parameter_conventions(),
+        "active": ours.active_conventions(),
+        "flops": ours.flop_conventions(),
+        "kv cache": {"per sequence": ours.kv_bytes},
+    }
+    return [
+        [quantity, name, f"{value:,.0f}", *([f"{ratios[quantity].get(name, float('nan')):.3f}"] if ratios else [])]
+        for quantity, values in conventions.items()
+        for name, value in values.items()
+    ]
+
+
+def count(config: Config | ModelConfig, *, seq_len: int | None = None) -> Count:
+    """Parameters and FLOPs of a model, without allocating it.
+
+    >>> paper = count(ModelConfig(layout="18"))
+    >>> paper.parameter_conventions()["non-vocabulary without norms"]
+    4974444544
+    """
+    if not isinstance(config, (Config, ModelConfig)):
+        raise ValueError(f"count takes a Config or a ModelConfig, got {type(config).__name__}; load_config reads one")
+    model_config = config.model if isinstance(config, Config) else config
+    if seq_len is None:
+        seq_len = config.train.seq_len if isinstance(config, Config) else config.max_length
+    if seq_len < 1:
+        raise ValueError(f"seq_len must be at least 1, got {seq_len}")
+    with torch.device("meta"):
+        model = LoopedLM(model_config, seed=0)
+    layers = model_config.layers()
+    kv_bytes_per_layer = 2 * 2 * model_config.kv_heads * model_config.head_dim
+    kept = {"S": min(model_config.window, seq_len), "F": seq_len}
+    parameters = _parameters(model)
+    return Count(
+        name=f"{model_config.layout} {model_config.loop.preset}",
+        seq_len=seq_len,
+        distinct_blocks=model_config.num_blocks,
+        depth=len(layers),
+        parameters=parameters,
+        active=_active(model_config, parameters),
+        flops=_flops(model_config, model, layers, seq_len),
+        kv_bytes_per_token=kv_bytes_per_layer * len(layers),
+        kv_bytes=kv_bytes_per_layer * sum(kept[layer.kind] for layer in layers),
+    )
+
+
+def training_flops(config: Config) -> float:
+    """A token's in an update of mean depth; the backward is twice the forward of the loops it goes through."""
+    loops, model = config.train.loops, config.model
+    if loops.scheme != "fixed":
+        model = model.with_loops(max(1, round(loops.mean + (loops.scheme == "huginn"))))
+    differentiated = model if loops.grad_loops is None else model.with_loops(loops.grad_loops, at_most=True)
+    forward, backward = (
+        sum(count(each, seq_len=config.train.seq_len).flops.values()) for each in (model, differentiated)
+    )
+    return forward + 2 * backward
+
+
+def _parameters(model: LoopedLM) -> dict[str, int]:
+    parts: dict[str, int] = dict.fromkeys(
+        ("attention", "dense FFN", "routed", "shared", "router", "norms", "transition", "embedding", "head"), 0
+    )
+    for name, parameter in model.named_parameters():
+        parts[_component(name)] += parameter.numel()
+    return parts
+
+
+def _component(name: str) -> str:
+    """The component a parameter belongs to, by its name."""
+    if name.startswith("loops."):
+        return "transition"
+    if name.endswith(".gain"):
+        return "norms"
+    for part, component in {
+        "embedding.": "embedding",
+        "head.": "head",
+        ".attention.": "attention",
+        ".router.": "router",
+        ".experts.": "routed",
+        ".shared.": "shared",
+    }.items():
+        if part in name:
+            return component
+    assert ".feedforward." in name, name
+    return "dense FFN"
+
+
+def _active(config: ModelConfig, parameters: dict[str, int]) -> dict[str, int]:
+    """Of the routed experts a token meets top_k; everything else it meets whole, a tied head as the embedding."""
+    return {**parameters, "routed": parameters["routed"] * config.top_k // config.experts}
+
+
+def _flops(config: ModelConfig, model: LoopedLM, layers: list[Layer], seq_len: int) -> dict[str, float]:
+    width, attention_width = config.width, config.heads * config.head_dim
+    kv_width = config.kv_heads * config.head_dim
+    swiglu = 2 * 3 * width
+    flops: dict[str, float] = dict.fromkeys(FLOP_PARTS, 0)
+    for layer in layers:
+        flops["attention"] += 2 * width * (2 * attention_width + 2 * kv_width)
+        window = config.window if layer.kind == "S" else seq_len
+        flops["attention scores"] += 2 * 2 * attention_width * mean_keys(seq_len, window)
+        if layer.block < config.dense_layers:
+            flops["dense FFN"] += swiglu * config.dense_hidden
+        else:
+            flops["routed"] += swiglu * config.expert_hidden * config.top_k
+            flops["shared"] += swiglu * config.shared_hidden
+            flops["router"] += 2 * width * config.experts
+    flops["head"] = 2 * width * config.vocab_size
+    flops["transition"] = sum(transition_flops(loop) for loop in model.loops if isinstance(loop, Loop))
+    return flops
+
+
+def mean_keys(seq_len: int, window: int) -> float:
+    """How many keys a query sees on average over a sequence: `mean_i min(i + 1, window)`.
+
+    >>> mean_keys(4, 4), mean_keys(4, 1)
+    (2.5, 1.0)
+    """
+    window = min(window, seq_len)
+    return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
+
+
+def transition_flops(loop: Loop) -> int:
+    """FLOPs per token of everything a loop does besides its blocks, start and read-out included."""
+    device = next((p.device for p in loop.parameters()), torch.device("meta"))
+    e = torch.empty(1, 1, loop.width, device=device)
+    with torch.no_grad(), _OperationCounter() as counter:
+        loop(e, lambda o: o)
+    return counter.flops
+
+
+@final
+class _OperationCounter(TorchDispatchMode):
+    """Counts every operation: matmuls by torch's formulas, the rest one per element computed or reduced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        packet = func.overloadpacket
+        if packet in flop_registry:
+            self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+        elif torch.Tag.pointwise in func.tags and "copy" not in packet.__name__:
+            self.flops += _numel(out)
+        elif torch.Tag.reduction in func.tags or packet.__name__ in ("_fused_rms_norm", "linalg_vector_norm"):
+            self.flops += _numel(args[0])
+        return out
+
+
+def _numel(value: Any) -> int:
+    return value.numel() if isinstance(value, torch.Tensor) else sum(_numel(v) for v in value or ())

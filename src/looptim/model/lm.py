@@ -1,0 +1,295 @@
+"""The looped language model. `LoopedLM.hidden` reads like Algorithm 1 of the paper."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..config import Layer, ModelConfig
+from ..loop import Loop, build
+from .attention import Attend, Attention, CausalSlot
+from .block import Block
+from .head import IGNORE, Head
+from .moe import MoE, MoEStats, SwiGLU
+from .norm import RMSNorm
+from .rope import rope_table
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+Rope = tuple[Tensor, Tensor]
+
+
+class Visit(NamedTuple):
+    """One unrolled layer of a running forward: which block, through which slot, at which positions, for which time."""
+
+    block: Block
+    attend: Attend
+    rope: Rope
+    visit: Tensor
+
+
+class Output(NamedTuple):
+    """What a training step needs of a forward."""
+
+    loss: Float[Tensor, ""]
+    """The language-modelling loss plus the weighted auxiliary loss."""
+    cross_entropy: Float[Tensor, ""]
+    loads: dict[str, Int[Tensor, "visits experts"]]
+    """Tokens per expert, by the name of the MoE layer, a row per visit: what the router biases are balanced with."""
+
+
+class LoopedLM(nn.Module):
+    """Embedding, prelude, loop, coda, head: any transition on any layout (Section 2, Appendices B and C).
+
+    >>> config = ModelConfig(layout="1-1x3-1", width=32, vocab_size=64, max_length=16, heads=2, kv_heads=1, head_dim=16,
+    ...     window=4, sliding_rotary=16, full_rotary=8, dense_layers=1, dense_hidden=64, experts=4, top_k=2,
+    ...     expert_hidden=16, shared_hidden=16, loop={"preset": "operloop"})
+    >>> LoopedLM(config)(torch.zeros(2, 8, dtype=torch.long)).shape
+    torch.Size([2, 8, 64])
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, seed: int | None = None, place: Callable[[Block, int], None] | None = None
+    ):
+        """`seed` fixes every initial weight; without it, it is drawn from torch's global generator.
+
+        `place` is called with each block and its index as soon as it has its weights, before the next is built. It may
+        move or shard them, for a model that is too large to be anywhere whole.
+        """
+        super().__init__()
+        if not isinstance(config, ModelConfig):
+            raise ValueError(f"LoopedLM takes a ModelConfig (the `model` of a recipe), got {type(config).__name__}")
+        seed = int(torch.randint(2**31, (), device="cpu")) if seed is None else seed
+        self.config = config
+        # Transitions first: a wrong preset or option is found before anything large is allocated.
+        self.loops = nn.ModuleList(
+            _seeded(seed, f"loops.{i}", lambda s=segment: _build_loop(config, s.loops))
+            for i, segment in enumerate(s for s in config.segments if s.loops is not None)
+        )
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.blocks = nn.ModuleList()
+        for index in range(config.num_blocks):
+            block = _build_block(config, index)
+            self._init_weights(f"blocks.{index}", block, seed)
+            self.blocks.append(block)
+            if place is not None:
+                place(block, index)
+        self.norm = RMSNorm(config.width, config.norm_eps)
+        self.head = Head(config.width, vocab_size=config.vocab_size)
+        self._init_weights("head", self.head, seed)
+        self._init_weights("embedding", self.embedding, seed)
+        if config.tied:
+            self.head.weight = cast(nn.Parameter, self.embedding.weight)
+        self.checkpointing = False
+
+    def _init_weights(self, name: str, part: nn.Module, seed: int) -> None:
+        """Normal weights of `init_std`, each drawn from a generator of its own made of the seed and its name.
+
+        So models that share a part start with the same weights in it, whatever transition or depth they differ in.
+        """
+        for full_name, parameter in part.named_parameters(name):
+            if parameter.dim() > 1 and not parameter.is_meta:
+                generator = torch.Generator(parameter.device).manual_seed(_derive(seed, full_name))
+                nn.init.normal_(parameter, std=self.config.init_std, generator=generator)
+
+    def forward(self, tokens: Int[Tensor, "B T"], *, loops: int | None = None) -> Float[Tensor, "B T vocab"]:
+        """Logits in fp32. `loops` runs a shared transition another number of times than the layout says."""
+        h, _ = self.hidden(self.embed(tokens), loops=loops)
+        return self.head(h)
+
+    def loss(
+        self,
+        tokens: Int[Tensor, "B T"],
+        targets: Int[Tensor, "B T"],
+        *,
+        loops: int | Int[Tensor, " B"] | None = None,
+        total_loops: int | None = None,
+        grad_loops: int | None = None,
+    ) -> Output:
+        """Mean cross entropy of the targets (-100 is ignored), and what balances the experts."""
+        h = self.embed(tokens)
+        if not isinstance(targets, Tensor) or targets.shape != tokens.shape:
+            given = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
+            raise ValueError(f"targets must have the shape of tokens, {tuple(tokens.shape)}, got {given}")
+        self.check_vocabulary(targets.masked_fill(targets == IGNORE, 0))
+        h, stats = self.hidden(h, loops=loops, total_loops=total_loops, grad_loops=grad_loops)
+        cross_entropy = self.head(h, targets)
+        auxiliary = auxiliary_loss(stats)
+        loads: dict[str, list[Tensor]] = {}
+        for block, s in stats:
+            loads.setdefault(f"blocks.{block}.feedforward", []).append(s.load.sum(0))
+        loss = cross_entropy if auxiliary is None else cross_entropy + self.config.aux_coefficient * auxiliary
+        return Output(loss, cross_entropy, {name: torch.stack(rows) for name, rows in loads.items()})
+
+    def embed(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T d"]:
+        """The tokens' embeddings; a token that is not in the vocabulary or one too many is an error, not a crash."""
+        if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.dtype == torch.bool:
+            given = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+            raise ValueError(f"tokens must be a tensor of whole numbers, got {given}")
+        if tokens.dim() != 2 or not tokens.numel():
+            raise ValueError(f"tokens must have the shape (batch, length) with at least one, got {tuple(tokens.shape)}")
+        if tokens.shape[1] > self.config.max_length:
+            raise ValueError(f"the sequence has {tokens.shape[1]} tokens, but max_length is {self.config.max_length}")
+        self.check_vocabulary(tokens)
+        return self.embedding(tokens.long())
+
+    def check_vocabulary(self, tokens: Int[Tensor, "B T"]) -> None:
+        """A ValueError for a token that is not in the vocabulary."""
+        # On a GPU the check would wait for the device; there torch's own assertion stands.
+        if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and tokens.numel():
+            low, high = tokens.aminmax()
+            if low < 0 or high >= self.config.vocab_size:
+                bad = int(low) if low < 0 else int(high)
+                raise ValueError(f"token {bad} is out of range: the vocabulary has {self.config.vocab_size}")
+
+    def hidden(
+        self,
+        h: Float[Tensor, "B T d"],
+        *,
+        positions: Int[Tensor, "*B T"] | None = None,
+        attend: Sequence[Attend] | None = None,
+        loops: int | Int[Tensor, " B"] | None = None,
+        total_loops: int | None = None,
+        grad_loops: int | None = None,
+        observe: Callable[[Tensor], None] | None = None,
+    ) -> tuple[Float[Tensor, "B T d"], list[tuple[int, MoEStats]]]:
+        """The coda's normed output for embeddings `h`, and (block, stats) of every visit of a MoE layer.
+
+        A sequence that waits for its first loop is not in the stats: nothing comes of its visit.
+
+        `attend` has one slot per unrolled layer, in order: what a KV cache hangs on. `loops`, `total_loops` and
+        `grad_loops` are `steps`, `total` and `grad_steps` of every loop. `observe` is given the output of every
+        unrolled layer.
+        """
+        config = self.config
+        if loops is not None:
+            if not self.loops:
+                raise ValueError(f"layout {config.layout!r} has no looped segment, so loops={loops} cannot be run")
+            config = config.with_loops(cast(Loop, self.loops[0]).count_steps(loops, len(h), total=total_loops))
+        stats: list[tuple[int, MoEStats]] = []
+
+        def run(h: Tensor, layers: Sequence[tuple[Layer, Visit]], begun: Tensor | None = None) -> Tensor:
+            # Block by block: only the inputs of blocks are kept, and one block at a time is recomputed.
+            recompute = self.checkpointing and torch.is_grad_enabled()
+            for layer, (block, attend, rope, visit) in layers:
+                if recompute:
+                    h, s = checkpoint(block, h, attend, rope, visit, use_reentrant=False)
+                else:
+                    h, s = block(h, attend, rope, visit)
+                # Here, outside of what is recomputed, a visit is counted and seen once.
+                if s is not None:
+                    stats.append((layer.block, s if begun is None else MoEStats(s.load[begun], s.aux_loss[begun])))
+                if observe is not None:
+                    observe(h)
+            return h
+
+        remaining = self._visits(config, h, positions, attend)
+        loop_of_segment = iter(self.loops)
+        for segment in config.segments:
+            if segment.loops is None:
+                layers, remaining = remaining[: segment.blocks], remaining[segment.blocks :]
+                h = run(h, layers)
+                continue
+            K, R = segment.blocks, segment.loops
+            layers, remaining = remaining[: K * R], remaining[K * R :]
+            loop = cast(Loop, next(loop_of_segment))
+
+            def blocks(o: Tensor, step: int, K: int = K, R: int = R, layers: Sequence[Any] = layers) -> Tensor:
+                begun = loops.to(o.device) >= R - step if isinstance(loops, Tensor) else None
+                return run(o, layers[step * K : (step + 1) * K], begun)
+
+            h = loop(
+                h,
+                blocks,
+                steps=R if loops is None else loops,
+                total=total_loops,
+                grad_steps=grad_loops,
+            )
+        return self.norm(h), stats
+
+    def _visits(
+        self, config: ModelConfig, h: Tensor, positions: Tensor | None, attend: Sequence[Attend] | None
+    ) -> list[tuple[Layer, Visit]]:
+        """Every unrolled layer, with all its block is called with."""
+        layers = config.layers()
+        if positions is None:
+            positions = torch.arange(h.shape[1], device=h.device)
+        dtype = torch.promote_types(h.dtype, torch.float32)
+        rope = {
+            "S": rope_table(positions, config.sliding_rotary, config.sliding_theta, dtype=dtype),
+            "F": rope_table(positions, config.full_rotary, config.full_theta, dtype=dtype),
+        }
+        if attend is None:
+            slots = {"S": CausalSlot(config.window), "F": CausalSlot()}
+            attend = [slots[layer.kind] for layer in layers]
+        assert len(attend) == len(layers)
+        # As tensors, so that a compiled block takes the visit as data and is compiled once for all of them.
+        visits = torch.arange(max(layer.visit for layer in layers) + 1, device=h.device).unbind()
+        return [
+            (layer, Visit(cast(Block, self.blocks[layer.block]), slot, rope[layer.kind], visits[layer.visit]))
+            for layer, slot in zip(layers, attend, strict=True)
+        ]
+
+    def compile_blocks(self, **options) -> None:
+        """Compile the distinct blocks, not the loop: one compilation of a block serves every visit of it."""
+        for block in self.blocks:
+            block.compile(**options)
+
+
+def auxiliary_loss(stats: Sequence[tuple[int, MoEStats]]) -> Tensor | None:
+    """The mean over visits of the mean over their sequences, without its coefficient; None without a MoE layer."""
+    means = [seen.aux_loss.mean() for _, seen in stats if len(seen.aux_loss)]
+    return torch.stack(means).mean() if means else None
+
+
+def _build_loop(config: ModelConfig, loops: int | None) -> Loop:
+    assert loops is not None
+    for name in sorted(config.loop.options.keys() & {"name", "width", "steps"}):
+        source = {"name": "loop.preset", "width": "model.width", "steps": "model.layout"}[name]
+        raise ValueError(f"{name} is no option of a loop; it comes from {source}")
+    return build(config.loop.preset, width=config.width, steps=loops, **config.loop.options)
+
+
+def _build_block(config: ModelConfig, index: int) -> Block:
+    attention = Attention(
+        config.width,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        qk_norm=config.qk_norm,
+        norm_eps=config.norm_eps,
+    )
+    feedforward = (
+        SwiGLU(config.width, config.dense_hidden) if index < config.dense_layers else _build_moe(config, index)
+    )
+    return Block(attention, feedforward, width=config.width, eps=config.norm_eps)
+
+
+def _build_moe(config: ModelConfig, index: int) -> MoE:
+    return MoE(
+        config.width,
+        experts=config.experts,
+        top_k=config.top_k,
+        expert_hidden=config.expert_hidden,
+        shared_hidden=config.shared_hidden,
+        scaling=config.routed_scaling,
+        visits=config.visits(index) if config.balance == "per_visit" else 1,
+    )
+
+
+def _seeded(seed: int, name: str, make: Callable[[], Loop]) -> Loop:
+    # Seeding seeds every device.
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
+        torch.manual_seed(_derive(seed, name))
+        return make()
+
+
+def _derive(seed: int, name: str) -> int:
+    """A seed for one named thing."""
+    return zlib.crc32(f"{seed}/{name}".encode())

@@ -1,0 +1,1 @@
+"""Tables, figures and pages of runs and evaluations; the only importer of the plotting library."""

@@ -1,0 +1,1 @@
+"""Matched-compute comparisons over transitions and seeds: one TOML file, one folder of results."""

@@ -1,0 +1,135 @@
+"""From a study's file to its folder of results: run the grid, then write tables, figures and the page."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from ..base.files import write_whole
+from ..config import Config
+from ..reporting.page import document, embedded, write_report
+from ..reporting.plots import Picture, render
+from ..reporting.tables import FORMATS, Table, html_text
+from ..rundir import check_writable, claimed, difference
+from .archive import ARCHIVE, pack, unpack
+from .figures import FIGURES, draw
+from .grid import run_grid, sigterm_as_ctrl_c
+from .measures import Outcome, as_json, check_runs, outcomes
+from .spec import Plan, load_plan
+from .tables import tables
+
+
+@sigterm_as_ctrl_c()
+def study(
+    path: str | Path,
+    out: str | Path,
+    *,
+    scale: str | None = None,
+    set: Iterable[str] = (),
+    runs: str | Path | None = None,
+    jobs: int = 1,
+    progress: bool = True,
+) -> Path:
+    """Run a study and write its table, figures and page into `out`; the page's path is returned.
+
+    Finished runs are skipped and cut ones resumed. Runs go to `runs` (OUT/runs by default): studies that are given
+    the same folder share the runs they have in common. `jobs` of them are trained at a time. What finished runs logged
+    is also kept in OUT/runs.zip, from which the study goes on where the runs themselves are gone.
+    """
+    if jobs < 1:
+        raise ValueError(f"jobs must be at least 1, got {jobs}")
+    plan = load_plan(path, scale=scale, set=set)
+    out = Path(out)
+    folder = out / "runs" if runs is None else Path(runs)
+    _check_folder(out, plan)
+    for place in (out, folder):
+        check_writable(place)
+    if progress:
+        _introduce(plan)
+    unpack(plan, out / ARCHIVE, folder)
+    check_runs(plan, folder, progress=progress)
+    with claimed(out):
+        write_whole(out / "study.json", json.dumps(plan.identity(), indent=2))
+        try:
+            run_grid(plan, folder, jobs=jobs, progress=progress)
+        except KeyboardInterrupt:
+            # What is there is worth seeing; the tables say what is missing.
+            write(plan, outcomes(plan, folder), folder, out)
+            raise
+        return write(plan, outcomes(plan, folder), folder, out)
+
+
+def _introduce(plan: Plan) -> None:
+    """Say what is compared, and how far the variants match."""
+    for name in plan.study.variants:
+        count = plan.counts[name]
+        print(
+            f"{name}: {count.name}, {sum(count.parameters.values()):,} parameters, "
+            f"{plan.flops(name):.3f} of the training FLOPs of {plan.study.reference}",
+            file=sys.stderr,
+        )
+
+
+def _check_folder(out: Path, plan: Plan) -> None:
+    """A folder holds one study, which may gain seeds and variants."""
+    file = out / "study.json"
+    if not file.is_file():
+        return
+    now = plan.identity()
+    try:
+        before = json.loads(file.read_text())
+        keys = [key for key in ("study", "reference") if before[key] != now[key]]
+        changed = [f"{key}: {before[key]!r} -> {now[key]!r}" for key in keys]
+        for name in now["variants"].keys() & before["variants"].keys():
+            # As configs: a key that looptim has gained since then has its default in both.
+            both = (Config(**each["variants"][name]) for each in (before, now))
+            changed += [f"variant {name}: {text}" for text in difference(*both)]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{file} is damaged; delete it, and the runs that are there are used") from None
+    if changed:
+        raise ValueError(f"{out} holds another study ({'; '.join(sorted(changed)[:3])}); choose another --out")
+
+
+def write(plan: Plan, found: Sequence[Outcome], runs: Path, out: Path) -> Path:
+    """Tables, figures, the page and the archive of what is there."""
+    made = tables(plan, found)
+    pictures, files = render(lambda: draw(plan, found))
+    for kind, form in FORMATS.items():
+        files[f"results.{kind}"] = form(made).encode()
+    files[ARCHIVE] = pack(plan, runs, out / ARCHIVE)
+    files["results.json"] = (json.dumps(as_json(plan, found), indent=2) + "\n").encode()
+    files["index.html"] = _page(plan, found, made, pictures, files).encode()
+    write_report(out, files, figures=FIGURES)
+    return out / "index.html"
+
+
+def _page(
+    plan: Plan, found: Sequence[Outcome], made: Sequence[Table], pictures: Sequence[Picture], files: dict[str, bytes]
+) -> str:
+    title = html.escape(plan.study.title)
+    parts = [f"<h1>{title}</h1>", html_text([dataclasses.replace(made[0], title="Results"), *made[1:]])]
+    parts += ["<h2>Figures</h2>", embedded(pictures, files), "<h2>Configs</h2>"]
+    for name in plan.study.variants:
+        text = html.escape(plan.config(name).to_toml())
+        parts.append(f"<details><summary>{html.escape(name)}</summary><pre>{text}</pre></details>")
+    return document(title, [*parts, "<h2>Made with</h2>", *map(_paragraph, _origins(found))])
+
+
+def _origins(found: Sequence[Outcome]) -> Iterator[str]:
+    """A run is known by its config: that the code or the machine has changed between runs shows here."""
+    records = [json.loads(run.files["env.json"]) for outcome in found for run in outcome.runs.values()]
+    if not records:
+        return
+    for key in ("looptim", "commit", "torch", "python", "platform", "device", "threads"):
+        values = Counter(str(record.get(key)) for record in records)
+        several = [f"{value} ({number} of {len(records)} runs)" for value, number in values.items()]
+        yield f"{key}: {', '.join(several if len(values) > 1 else values)}"
+
+
+def _paragraph(text: str) -> str:
+    return f'<p class="note">{html.escape(text)}</p>'

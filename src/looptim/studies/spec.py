@@ -1,0 +1,209 @@
+"""A study's TOML file, and the grid of runs it stands for."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, final
+
+from pydantic import AfterValidator, Field, model_validator
+
+from ..config import Config, Strict
+from ..model.count import Count, count, training_flops
+from ..recipe import find_file, load_config, shipped
+from ..training.train import check_model
+
+TOLERANCE = 0.02
+"""How far the training FLOPs of a variant may be from the reference's."""
+
+
+OWN = {"train.steps": "tokens", "train.seed": "seeds", "loop": "variants", "model.loop": "variants"}
+"""Keys of a recipe that a study sets itself, and from what."""
+
+
+def _each_once(seeds: tuple[int, ...]) -> tuple[int, ...]:
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds {list(seeds)} name one twice; give each once")
+    return seeds
+
+
+Seeds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], AfterValidator(_each_once)]
+
+
+class Variant(Strict):
+    """What is compared: a transition, and the layout if it is not the base's."""
+
+    preset: str
+    options: dict[str, Any] = Field({})
+    layout: str | None = None
+    against: str | None = Field(None, description="Another variant it is also compared with, such as its twin.")
+
+
+class Scale(Strict):
+    """The same study at another size; what it does not say is the study's."""
+
+    base: str | None = None
+    tokens: int | None = Field(None, ge=1)
+    seeds: Seeds | None = Field(None, min_length=1)
+
+
+class Study(Strict):
+    """A study file. `base` is the path of a recipe, seen from the file, or the name of a shipped one."""
+
+    title: str
+    base: str
+    tokens: int = Field(ge=1, description="The budget of every run.")
+    seeds: Seeds = Field(min_length=1)
+    reference: str = Field(description="The variant the others are compared with.")
+    matched: bool = Field(True, description="Whether training FLOPs must agree.")
+    set: tuple[str, ...] = Field((), description="Changes to the base, as key=value.")
+    variants: dict[str, Variant] = Field(min_length=1)
+    scales: dict[str, Scale] = Field({})
+
+    @model_validator(mode="after")
+    def _names_fit_together(self) -> Study:
+        if self.reference not in self.variants:
+            raise ValueError(f"reference {self.reference!r} is no variant; known: {', '.join(self.variants)}")
+        for name, variant in self.variants.items():
+            if variant.against is not None and variant.against not in self.variants.keys() - {name}:
+                raise ValueError(f"variant {name!r} is against {variant.against!r}, which is no other variant")
+        return self
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One run of the grid."""
+
+    variant: str
+    seed: int
+    config: Config
+
+    @property
+    def name(self) -> str:
+        """The name of its folder: equal configs have equal names, so that studies can share runs."""
+        values = self.config.model_dump(mode="json", exclude_defaults=True)
+        digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+        return f"{self.config.model.loop.preset}_{self.config.model.layout}_s{self.seed}_{digest}"
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A study with everything resolved: what is run, and what it costs."""
+
+    name: str
+    study: Study
+    cells: list[Cell]
+    """Seed by seed, so that what is there is comparable from the first seed on."""
+    counts: dict[str, Count]
+    costs: dict[str, float]
+    """Training FLOPs of a token."""
+
+    def config(self, variant: str) -> Config:
+        """Of the first seed."""
+        return next(cell.config for cell in self.cells if cell.variant == variant)
+
+    @property
+    def tokens(self) -> int:
+        """That a run is trained on: the budget in whole updates."""
+        settings = self.cells[0].config.train
+        return settings.steps * settings.batch_size * settings.seq_len
+
+    def flops(self, variant: str) -> float:
+        """Training FLOPs of a run, relative to the reference's."""
+        return self.costs[variant] / self.costs[self.study.reference]
+
+    def identity(self) -> dict[str, Any]:
+        """What makes it this study: the budget, the reference and every variant's config, whatever the seeds."""
+        variants = {}
+        for name in self.study.variants:
+            values = self.config(name).model_dump(mode="json")
+            values["train"].pop("seed")
+            variants[name] = values
+        return {"study": self.name, "reference": self.study.reference, "variants": variants}
+
+
+def load_plan(path: str | Path, *, scale: str | None = None, set: Iterable[str] = ()) -> Plan:
+    """The grid of a study file; every variant is built, on the meta device, and its FLOPs are compared."""
+    path = find_file("studies", path)
+    study = _read(path)
+    if scale is not None:
+        if scale not in study.scales:
+            known = f"it has: {', '.join(study.scales)}" if study.scales else "it has none"
+            raise ValueError(f"{path} has no scale {scale!r}; {known}")
+        study = study.model_copy(update=study.scales[scale].model_dump(exclude_none=True))
+    changes = [*study.set, *([set] if isinstance(set, str) else set)]
+    _check_changes(changes, study)
+    # The base's own length is not that of a run: changes must fit what `_config` makes of it, and are checked there.
+    base = load_config(_base(path, study.base), set=[*changes, f"train.steps={study.tokens}"])
+    configs = {name: _config(base, study, name) for name in study.variants}
+    cells = [
+        Cell(name, seed, config.model_copy(update={"train": config.train.model_copy(update={"seed": seed})}))
+        for seed in study.seeds
+        for name, config in configs.items()
+    ]
+    counts = {name: _count(name, config) for name, config in configs.items()}
+    costs = {name: training_flops(config) for name, config in configs.items()}
+    plan = Plan(path.stem, study, cells, counts, costs)
+    if study.matched:
+        _check_matched(plan)
+    return plan
+
+
+def _base(path: Path, base: str) -> Path:
+    """The recipe of a study: a path seen from the study's file, or the name of a shipped one."""
+    beside = path.parent / base
+    return beside if beside.is_file() or base not in shipped("recipes") else shipped("recipes")[base]
+
+
+def _read(path: Path) -> Study:
+    try:
+        return Study(**tomllib.loads(path.read_text(encoding="utf-8")))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _check_changes(changes: Iterable[str], study: Study) -> None:
+    """A change that the study would overwrite is not passed over in silence."""
+    layouts = all(variant.layout for variant in study.variants.values())
+    for text in changes:
+        for key, source in {**OWN, **({"model.layout": "variants"} if layouts else {})}.items():
+            if f"{text.partition('=')[0].strip()}.".startswith(f"{key}."):
+                raise ValueError(f"set {text!r} would change nothing: a study has {key} from its {source}; edit those")
+
+
+def _config(base: Config, study: Study, name: str) -> Config:
+    variant = study.variants[name]
+    values = base.model_dump()
+    values["model"]["loop"] = {"preset": variant.preset, "options": variant.options}
+    values["model"]["layout"] = variant.layout or base.model.layout
+    values["train"]["steps"] = max(1, round(study.tokens / (base.train.batch_size * base.train.seq_len)))
+    try:
+        return Config(**values)
+    except ValueError as error:
+        raise ValueError(f"variant {name!r}: {error}") from None
+
+
+def _count(name: str, config: Config) -> Count:
+    try:
+        check_model(config)
+        return count(config)
+    except ValueError as error:
+        raise ValueError(f"variant {name!r} does not build: {error}") from None
+
+
+def _check_matched(plan: Plan) -> None:
+    off = [name for name in plan.study.variants if abs(plan.flops(name) - 1) > TOLERANCE]
+    if off:
+        raise ValueError(
+            f"training FLOPs more than {TOLERANCE:.0%} off those of {plan.study.reference!r}: "
+            f"{', '.join(f'{name!r} takes {plan.flops(name):.3f} times as many' for name in off)}; "
+            "change their layouts, or write matched = false into the study"
+        )

@@ -1,0 +1,1 @@
+"""Training: the same command on a laptop and, under torchrun, on many processes."""

@@ -1,0 +1,141 @@
+"""One process or many: the same training code, with FSDP2 around the model where there are several processes."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import datetime
+import functools
+import os
+from collections.abc import Callable
+from typing import TypeVar, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+from ..config import ModelConfig
+from ..model import Block, LoopedLM
+
+T = TypeVar("T")
+
+PATIENCE = datetime.timedelta(days=1)
+"""How long processes wait for what one of them does with files: a corpus is packed for hours."""
+
+
+class ElsewhereError(ValueError):
+    """What the first process failed at, on the others; it is the one to speak."""
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class World:
+    """This process among all of them."""
+
+    rank: int
+    size: int
+    device: torch.device
+    waiting: dist.ProcessGroup | None = None
+    """A group of its own to wait in: the one that computes gives up after minutes, as it should."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this process does what only one may: write logs, show progress."""
+        return self.rank == 0
+
+    def rows(self, batch_size: int) -> slice:
+        """This process's rows of a global batch."""
+        if batch_size % self.size:
+            raise ValueError(
+                f"train.batch_size ({batch_size}) must be a multiple of the number of processes ({self.size})"
+            )
+        share = batch_size // self.size
+        return slice(self.rank * share, (self.rank + 1) * share)
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over all processes."""
+        if self.size > 1:
+            value = value.clone()
+            dist.all_reduce(value)
+        return value
+
+    def wait(self) -> None:
+        """Until all processes are here."""
+        if self.size > 1:
+            dist.barrier(self.waiting)
+
+    def first_does(self, action: Callable[[], T]) -> T | None:
+        """What the first process gets from `action`, for which the others wait, and fail where it fails."""
+        result, error = None, None
+        if self.first:
+            try:
+                result = action()
+            except Exception as raised:
+                error = raised
+        if self.size > 1:
+            said = [None if error is None else str(error)]
+            dist.broadcast_object_list(said, src=0, group=self.waiting)
+            if said[0] is not None and not self.first:
+                raise ElsewhereError(said[0])
+        if error is not None:
+            raise error
+        return result
+
+
+def start() -> World:
+    """Join the processes `torchrun` started, or be the only one."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    cuda = torch.cuda.is_available()
+    if size == 1:
+        return World(0, 1, torch.device("cuda" if cuda else "cpu"))
+    if cuda:
+        # Other launchers than torchrun may not say it.
+        gpus = torch.cuda.device_count()
+        local = int(os.environ.get("LOCAL_RANK", int(os.environ.get("RANK", "0")) % gpus))
+        if local >= gpus:
+            raise ValueError(f"process {local + 1} of this node has no GPU, there are {gpus}; start no more than that")
+        torch.cuda.set_device(local)
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    if not dist.is_initialized():
+        # Kept until the process ends, for the next training: one that is made anew would find the keys of the last.
+        dist.init_process_group("nccl" if cuda else "gloo")
+        atexit.register(_leave)
+    return World(dist.get_rank(), dist.get_world_size(), device, _waiting_group())
+
+
+@functools.cache
+def _waiting_group() -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def build(config: ModelConfig, world: World, *, seed: int) -> LoopedLM:
+    """The model on this process's device, or this process's shard of it, sharded block by block as it is built.
+
+    So no process holds more of it at once than its shard, a block or two, and what is in no block: embedding, head and
+    loops. A looped block is needed again at once, so it is not resharded after its forward; a plain one is.
+    """
+
+    def place(block: Block, index: int) -> None:
+        block.to(world.device)
+        if world.size > 1:
+            fully_shard(block, reshard_after_forward=config.visits(index) == 1)
+
+    model = LoopedLM(config, seed=seed, place=place).to(world.device)
+    if world.size > 1:
+        fully_shard(model)
+        register_fsdp_forward_method(model, "loss")
+    return model
+
+
+def synchronise_gradients(model: LoopedLM, last: bool) -> None:
+    """Reduce gradients over processes only in the last of several backwards that accumulate."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)

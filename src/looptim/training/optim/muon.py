@@ -1,0 +1,171 @@
+"""Muon and AdamW in one optimizer, for whole and for sharded parameters."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim.adamw import adamw
+from torch.optim.optimizer import Optimizer
+
+from ...base.numerics import polar_express
+
+MATCHED_RMS = 0.18
+"""The root mean square of a Muon update of rate 1, that of AdamW's: both then share a rate and a decay."""
+BATCHED_NUMEL = 2**26
+"""Elements of a rank's share of one batch of equal shapes: what bounds the memory a step needs."""
+
+
+class MuonAdamW(Optimizer):
+    """Muon for groups of the kind "muon", AdamW for those of the kind "adamw"; a group has its own lr and weight_decay.
+
+    Muon: M <- 0.95 M + g,  U = g + 0.95 M,  p <- (1 - lr wd) p - lr 0.18 sqrt(max(m, n)) polar(U) for each m x n matrix
+    in the last two axes of p, so that an update has the RMS 0.18 lr. AdamW: betas 0.9 and 0.95, eps 1e-8.
+
+    Sharded parameters (DTensors) are welcome: every matrix is put together on one rank and orthogonalised there.
+
+    Reference: Jordan et al., "Muon", 2024; Liu et al., "Muon is Scalable for LLM Training", 2025; Loshchilov and
+    Hutter, "Decoupled Weight Decay Regularization", 2019.
+
+    >>> p = torch.nn.Parameter(torch.zeros(4, 8))
+    >>> p.grad = torch.randn(4, 8)
+    >>> MuonAdamW([{"params": [p], "kind": "muon", "lr": 1.0, "weight_decay": 0.1}]).step()
+    >>> round(p.square().mean().sqrt().item(), 2)
+    0.18
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        polar_steps: int = 6,
+    ):
+        # With fused among a group's keys, torch loads AdamW's step counts to where the fused kernel wants them.
+        defaults = {"momentum": momentum, "betas": betas, "eps": eps, "polar_steps": polar_steps, "fused": True}
+        super().__init__(groups, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        for key in ("kind", "lr", "weight_decay"):
+            if key not in param_group:
+                raise ValueError(f"a group needs {key!r}, got {sorted(param_group)}; parameter_groups makes them.")
+        if param_group["kind"] not in ("muon", "adamw"):
+            raise ValueError(f"a group's kind is 'muon' or 'adamw', got {param_group['kind']!r}.")
+        for key in ("lr", "weight_decay"):
+            if not param_group[key] >= 0:
+                raise ValueError(f"{key} must not be negative, got {param_group[key]}.")
+        super().add_param_group(param_group)
+        if param_group["kind"] == "muon" and any(p.ndim < 2 for p in param_group["params"]):
+            raise ValueError("a Muon group holds a parameter that is not a matrix; put it into an AdamW group.")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            # Also of those without a gradient yet: a checkpoint then has what a later one of this model has.
+            for p in group["params"]:
+                self._begin(p, group)
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if group["kind"] == "muon":
+                for batch in equal_shapes(parameters):
+                    self._muon(batch, group)
+            else:
+                self._adamw(parameters, group)
+        return loss
+
+    def _begin(self, p: Tensor, group: dict[str, Any]) -> None:
+        """Make a parameter's state, where it has none."""
+        state = self.state[p]
+        if state:
+            return
+        if group["kind"] == "muon":
+            state["momentum_buffer"] = torch.zeros_like(p)
+        else:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+
+    def _muon(self, batch: list[Tensor], group: dict[str, Any]) -> None:
+        lr, beta = group["lr"], group["momentum"]
+        updates = []
+        for p in batch:
+            grad, buffer = local(cast(Tensor, p.grad)), local(self.state[p]["momentum_buffer"])
+            buffer.mul_(beta).add_(grad)
+            updates.append(grad.add(buffer, alpha=beta))
+        scale = MATCHED_RMS * math.sqrt(max(batch[0].shape[-2:]))
+        directions = orthogonalise(updates, like=batch[0], steps=group["polar_steps"])
+        for p, direction in zip(batch, directions, strict=True):
+            local(p).mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-lr * scale)
+
+    def _adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        adamw(
+            [local(p) for p in parameters],
+            [local(cast(Tensor, p.grad)) for p in parameters],
+            [local(self.state[p]["exp_avg"]) for p in parameters],
+            [local(self.state[p]["exp_avg_sq"]) for p in parameters],
+            [],
+            [self.state[p]["step"] for p in parameters],
+            fused=group["fused"],
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def equal_shapes(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Batches of equal shape, dtype and sharding, in an order and of sizes that are the same on every rank."""
+    alike: dict[Any, list[Tensor]] = {}
+    for p in parameters:
+        sharding = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
+        alike.setdefault((p.shape, p.dtype, p.device, sharding), []).append(p)
+    for batch in alike.values():
+        ranks = batch[0].device_mesh.size() if isinstance(batch[0], DTensor) else 1
+        count = max(ranks, ranks * BATCHED_NUMEL // max(1, batch[0].numel()))
+        yield from (batch[i : i + count] for i in range(0, len(batch), count))
+
+
+def orthogonalise(updates: Sequence[Tensor], *, like: Tensor, steps: int) -> Sequence[Tensor]:
+    """The polar factors of `updates`, a rank's parts of tensors that are shaped and sharded like `like`."""
+    stacked = torch.stack(tuple(updates))
+    if not isinstance(like, DTensor) or not splits_matrices(like):
+        return polar_express(stacked, steps).unbind()
+    shape = torch.Size((len(updates), *like.shape))
+    wrap = functools.partial(
+        DTensor.from_local,
+        device_mesh=like.device_mesh,
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+    in_parts = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in like.placements]
+    # From rows of all matrices to all rows of some: each rank then works on matrices of its own, whole ones.
+    whole = wrap(stacked, placements=in_parts).redistribute(
+        placements=[Shard(0) if isinstance(p, Shard) else p for p in in_parts]
+    )
+    polar = polar_express(whole.to_local(), steps).contiguous()
+    return wrap(polar, placements=whole.placements).redistribute(placements=in_parts).to_local().unbind()
+
+
+def splits_matrices(p: DTensor) -> bool:
+    """Whether a rank holds parts of matrices; experts sharded over experts are whole."""
+    return any(isinstance(placement, Shard) and placement.dim >= p.ndim - 2 for placement in p.placements)

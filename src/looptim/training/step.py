@@ -1,0 +1,180 @@
+"""One update and one validation of a run, on this process's share of the batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from ..config import Config
+from ..data import Dataset
+from ..loop import Loop, trace
+from ..model import IGNORE, LoopedLM, MoE, Output, balance_update
+from . import distributed
+from .distributed import World
+from .optim import MuonAdamW, clip_gradients, learning_rate
+
+
+class DivergedError(ValueError):
+    """A loss or a gradient that is no number any more."""
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """All that one process of a training run holds."""
+
+    config: Config
+    folder: Path
+    world: World
+    data: Dataset
+    model: LoopedLM
+    optimizer: MuonAdamW
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.train.batch_size * self.config.train.seq_len
+
+
+def update(run: Run, step: int) -> dict[str, Any]:
+    """One optimizer update, from the global batch of `step`; what there is to log of it."""
+    settings, optim, world = run.config.train, run.config.optim, run.world
+    # All that is random in the forward depends on seed, step and rank alone, so that no generator needs saving.
+    torch.manual_seed(_mix(settings.seed, step, world.rank))
+    rows = world.rows(settings.batch_size)
+    tokens, targets = run.data.batch("train", seed=settings.seed, step=step, batch_size=settings.batch_size, rows=rows)
+    lr = learning_rate(step, peak=optim.lr, minimum=optim.min_lr, warmup=optim.warmup, total=settings.steps)
+    for group in run.optimizer.param_groups:
+        group["lr"] = lr
+    loss, loads = _accumulate(run, tokens.to(world.device), targets.to(world.device), step)
+    norm = clip_gradients(run.model.parameters(), optim.clip)
+    if not math.isfinite(loss) or not torch.isfinite(norm):
+        what = "loss" if not math.isfinite(loss) else "gradient"
+        raise DivergedError(
+            f"the {what} of step {step + 1} is not finite; the last checkpoint, if any, is kept; lower optim.lr"
+        )
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return {"loss": loss, "lr": lr, "grad_norm": norm.item(), **_balance(run, loads)}
+
+
+def _accumulate(run: Run, tokens: Tensor, targets: Tensor, step: int) -> tuple[float, dict[str, Tensor]]:
+    """Gradients of the mean loss over the global batch, in micro-batches; the loss and the experts' loads."""
+    settings, world = run.config.train, run.world
+    total_targets = world.sum((targets != IGNORE).sum())
+    loads: dict[str, Tensor] = {}
+    loss = torch.zeros((), device=world.device)
+    pieces = _pieces(run, tokens, targets)
+    for index, (x, y) in enumerate(pieces):
+        distributed.synchronise_gradients(run.model, last=index == len(pieces) - 1)
+        with _autocast(run):
+            first = world.rows(settings.batch_size).start + index * len(pieces[0][0])
+            out: Output = run.model.loss(x, y, **sample_loops(run.config, step, slice(first, first + len(x))))
+        # Every target of the global batch counts the same, wherever it fell; FSDP then averages over processes.
+        share = (y != IGNORE).sum() / total_targets
+        auxiliary = (out.loss - out.cross_entropy) * (len(x) / settings.batch_size)
+        (world.size * (share * out.cross_entropy + auxiliary)).backward()
+        loss += share * out.cross_entropy.detach()
+        for name, load in out.loads.items():
+            loads[name] = loads[name] + load if name in loads else load
+    return world.sum(loss).item(), {name: world.sum(load) for name, load in loads.items()}
+
+
+def _pieces(run: Run, tokens: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """This process's rows in the micro-batches that its memory is for."""
+    size = run.config.train.micro_batch or len(tokens)
+    return list(zip(tokens.split(size), targets.split(size), strict=True))
+
+
+def _autocast(run: Run):
+    bf16 = run.config.train.dtype == "bf16"
+    return torch.autocast(run.world.device.type, torch.bfloat16) if bf16 else nullcontext()
+
+
+def sample_loops(config: Config, step: int, rows: slice) -> dict[str, Any]:
+    """The number of loops of a micro-batch: the layout's, or Huginn's or Parcae's random one.
+
+    Huginn: `Poisson(LogNormal) + 1`, the log-normal of mean `mean` and sigma 1/2, one number for the batch. Parcae:
+    `max(1, Poisson(mean))`, one for each sequence: `rows` says which of the global batch, so that neither micro-batches
+    nor processes change what is drawn.
+    """
+    loops = config.train.loops
+    if loops.scheme == "fixed":
+        return {"grad_loops": loops.grad_loops}
+    generator = torch.Generator().manual_seed(_mix(config.train.seed, step, 0))
+    if loops.scheme == "huginn":
+        sigma = 0.5
+        normal = torch.randn((), generator=generator).item()
+        rate = math.exp(sigma * normal + math.log(loops.mean) - sigma**2 / 2)
+        drawn = int(torch.poisson(torch.tensor(rate), generator=generator)) + 1
+        return {"loops": drawn, "grad_loops": loops.grad_loops}
+    rates = torch.full((config.train.batch_size,), loops.mean)
+    whole = torch.poisson(rates, generator=generator).clamp_min(1).long()
+    # Every micro-batch and process runs as long as the longest of the global batch: FSDP and the loads need that.
+    return {"loops": whole[rows], "total_loops": int(whole.max()), "grad_loops": loops.grad_loops}
+
+
+def _balance(run: Run, loads: dict[str, Tensor]) -> dict[str, Any]:
+    """Move the router biases once, by the loads of the global batch; how unbalanced the experts were."""
+    unbalanced = {}
+    for name, load in loads.items():
+        moe = run.model.get_submodule(name)
+        assert isinstance(moe, MoE)
+        pooled = run.config.model.balance == "pooled"
+        # A sampled number of loops may be smaller or larger than the number of visits there are biases for.
+        rows = load.sum(0, keepdim=True) if pooled else load[: len(moe.bias)]
+        seen = moe.bias[: len(rows)]
+        seen.copy_(balance_update(seen, rows, run.config.model.balance_rate))
+        unbalanced[name] = [round(r, 4) for r in (load.amax(-1) / load.float().mean(-1)).tolist()]
+    if not unbalanced:
+        return {}
+    return {"moe_load_max": max(max(values) for values in unbalanced.values()), "moe_load": unbalanced}
+
+
+@torch.no_grad()
+def validate(run: Run) -> dict[str, Any]:
+    """The mean loss over the first validation batches, and what the loops do on the first rows of them."""
+    settings, world = run.config.train, run.world
+    rows = world.rows(settings.batch_size)
+    total = torch.zeros(2, dtype=torch.float64, device=world.device)
+    looped = any(isinstance(module, Loop) for module in run.model.modules())
+    values: dict[str, Any] = {}
+    run.model.eval()
+    for index in range(settings.valid_batches):
+        tokens, targets = run.data.batch(
+            "valid", seed=settings.seed, step=index, batch_size=settings.batch_size, rows=rows
+        )
+        for x, y in _pieces(run, tokens.to(world.device), targets.to(world.device)):
+            with _autocast(run), trace(run.model) if looped and not values else nullcontext() as seen:
+                out: Output = run.model.loss(x, y)
+            counted = (y != IGNORE).sum()
+            total += torch.stack([out.cross_entropy.double() * counted, counted.double()])
+            if seen is not None:
+                values = _loop_statistics(seen)
+    run.model.train()
+    loss, counted = world.sum(total).tolist()
+    return {"valid_loss": loss / counted, **values}
+
+
+def _loop_statistics(seen: Any) -> dict[str, list[float]]:
+    """Means over tokens, one number per loop."""
+
+    def means(tensors: list[Tensor]) -> list[float]:
+        return [round(t.float().mean().item(), 6) for t in tensors]
+
+    return {
+        "step_size": means(seen.step_size),
+        "decay": means(seen.decay),
+        "state_norm": means([Y.float().square().mean((-2, -1)).sqrt() for Y in seen.state]),
+        "objective": means(seen.objective),
+    }
+
+
+def _mix(seed: int, step: int, rank: int) -> int:
+    """One number of three; where a generator takes 32 bits of it, they repeat for another rank after 65,535 steps."""
+    return ((seed * 1_000_003 + step) * 65_537 + rank) % 2**64

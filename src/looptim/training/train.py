@@ -1,0 +1,222 @@
+"""Training: the same command on a laptop and, under torchrun, on many processes.
+
+Everything random is a function of the seed and the step, and nothing else: the batch, the noise of a start, the number
+of loops. A run that was killed and resumed therefore has the losses of one that was not, bit for bit on a CPU.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from .. import rundir
+from ..config import Config
+from ..data import Dataset, open_data
+from ..loop import Loop
+from ..model import LoopedLM
+from ..model.count import count, training_flops
+from . import checkpoint, distributed
+from .amx import guard_bf16
+from .distributed import World
+from .metrics import RunLog, environment
+from .optim import MuonAdamW, describe_groups, parameter_groups
+from .sinks import check_sinks
+from .step import Run, update, validate
+
+
+def train(config: Config, out: str | Path, *, resume: bool = False, force: bool = False, progress: bool = True) -> Path:
+    """Train the model of a recipe into the run directory `out`, which is returned.
+
+    `resume` continues from the last complete checkpoint, or begins if there is none; a changed config is refused with
+    the difference shown unless `force`. Ctrl-C leaves a checkpoint behind.
+    """
+    if config.train.dtype == "bf16" and not torch.cuda.is_available():
+        guard_bf16()
+    folder = Path(out)
+    world = distributed.start()
+
+    def check() -> None:
+        world.rows(config.train.batch_size)
+        check_sinks(config.train.track)
+        rundir.check(folder, config, resume=resume, force=force)
+        check_model(config)
+
+    # All that can be known to fail is said now, once, not after hours of packing data.
+    world.first_does(check)
+    data = _open_together(config, world, progress=progress)
+    run = _prepare(config, folder, world, data)
+    if progress and world.first:
+        _introduce(run)
+    with ExitStack() as held:
+
+        def claim() -> None:
+            held.enter_context(rundir.claimed(folder))
+            # Again: while the data was packed, another process may have come and gone.
+            rundir.check(folder, config, resume=resume, force=force)
+
+        world.first_does(claim)
+        first_step = _restore(run) if resume else 0
+        with RunLog(folder, config, world, first_step=first_step, progress=progress) as log:
+            # Of a run that is done, who made it stays on record.
+            if world.first and first_step < config.train.steps:
+                rundir.record(folder, config, _environment(run), data.tokenizer)
+            try:
+                _loop(run, log, first_step)
+            except torch.OutOfMemoryError:
+                rows = config.train.micro_batch or config.train.batch_size // world.size
+                raise ValueError(
+                    f"{rows} sequences of {config.train.seq_len} tokens do not fit the memory at a time; set "
+                    "train.micro_batch to fewer, or train.activation_checkpointing=true"
+                ) from None
+    return folder
+
+
+def _open(config: Config, *, progress: bool) -> Dataset:
+    return open_data(config.data, vocab_size=config.model.vocab_size, seq_len=config.train.seq_len, progress=progress)
+
+
+def _open_together(config: Config, world: World, *, progress: bool) -> Dataset:
+    """The data, tokenised by the first process and found ready by the others; that it has a batch is seen at once."""
+    data = world.first_does(lambda: _open(config, progress=progress))
+    if data is None:
+        data = _open(config, progress=False)
+    for split in ("train", "valid"):
+        data.batch(split, seed=0, step=0, batch_size=config.train.batch_size, rows=slice(0, 1))
+    return data
+
+
+def _prepare(config: Config, folder: Path, world: World, data: Dataset) -> Run:
+    """Build everything; nothing is written."""
+    model = distributed.build(config.model, world, seed=config.train.seed)
+    model.checkpointing = config.train.activation_checkpointing
+    if config.train.compile:
+        model.compile_blocks()
+    optimizer = MuonAdamW(parameter_groups(model, lr=config.optim.lr, weight_decay=config.optim.weight_decay))
+    return Run(config, folder, world, data, model, optimizer)
+
+
+def check_model(config: Config) -> None:
+    """That the model of a recipe builds, and that its loops can be sampled and truncated as the recipe asks."""
+    with torch.device("meta"):
+        model = LoopedLM(config.model, seed=0)
+    loops, preset = config.train.loops, config.model.loop.preset
+    if loops.scheme == "fixed" and loops.grad_loops is None:
+        return
+    looped = [loop for loop in model.loops if isinstance(loop, Loop)]
+    if not all(loop.shared for loop in looped):
+        raise ValueError(
+            f"train.loops needs a transition shared over loops, which {preset} is not; "
+            "set loop.options.shared=true where the preset has it, or leave train.loops out"
+        )
+    if loops.grad_loops is not None and not all(map(_reads_input, looped)):
+        raise ValueError(
+            f"train.loops.grad_loops would leave what precedes the loop without a gradient: {preset} reads it before "
+            "the first loop only; choose a transition that reads it in every loop, such as huginn, or leave it out"
+        )
+
+
+def _reads_input(loop: Loop) -> bool:
+    """Whether a gradient through the last of two loops reaches the loop's input."""
+    e = torch.empty(1, 1, loop.width, device="meta", requires_grad=True)
+    blocks = torch.nn.Linear(loop.width, loop.width, device="meta")
+    (gradient,) = torch.autograd.grad(loop(e, blocks, steps=2, grad_steps=1).sum(), e, allow_unused=True)
+    return gradient is not None
+
+
+def _environment(run: Run) -> dict[str, Any]:
+    groups = describe_groups(run.optimizer.param_groups)
+    return {**environment(run.world), "data": run.data.fingerprint, "groups": groups}
+
+
+def _introduce(run: Run) -> None:
+    """Say what is about to be trained, and which optimizer each parameter went to."""
+    counted = count(run.config)
+    print(
+        f"{run.folder}: {counted.name}, {sum(counted.parameters.values()):,} parameters "
+        f"({sum(counted.active.values()):,} active), {run.tokens_per_step:,} tokens an update",
+        file=sys.stderr,
+    )
+    for group in describe_groups(run.optimizer.param_groups):
+        size = f"{group['parameters']:,} parameters in {group['tensors']} tensors"
+        print(f"  {group['name']}: {group['kind']}, {size}, weight decay {group['weight_decay']:g}", file=sys.stderr)
+
+
+def _restore(run: Run) -> int:
+    """Load the last complete checkpoint, if there is one; the number of updates done."""
+    path = checkpoint.latest(run.folder)
+    if path is None:
+        return 0
+    decays = [group["weight_decay"] for group in run.optimizer.param_groups]
+    record = checkpoint.load(path, run.model, run.optimizer, run.world)
+    # The config's, which may have been changed by --force; the rate is set at every update.
+    for group, decay in zip(run.optimizer.param_groups, decays, strict=True):
+        group["weight_decay"] = decay
+    # Where the same text lies is not a part of what it is.
+    before, now = ({k: v for k, v in f.items() if k != "source"} for f in (record["data"], run.data.fingerprint))
+    if before != now:
+        raise ValueError(
+            f"the data of {run.folder} has changed since its checkpoint; give it the same data, or a new --out"
+        )
+    return record["step"]
+
+
+def _loop(run: Run, log: RunLog, first_step: int) -> None:
+    settings = run.config.train
+    flops = training_flops(run.config)
+    with StopRequest() as stop:
+        if first_step == 0:
+            # What the loops do before anything is learned.
+            log.validation(0, validate(run), 0)
+        for step in range(first_step, settings.steps):
+            log.update(step, update(run, step), run.tokens_per_step, flops)
+            done = step + 1
+            stopping = stop.agreed(run.world)
+            if done % settings.valid_every == 0 or done == settings.steps:
+                log.validation(done, validate(run), done * run.tokens_per_step)
+            if done % settings.checkpoint_every == 0 or done == settings.steps or stopping:
+                _save(run, done)
+            if stopping and done < settings.steps:
+                raise KeyboardInterrupt
+
+
+@final
+class StopRequest:
+    """Ctrl-C or SIGTERM lets the update in hand finish, so that what is saved is whole; a second Ctrl-C stops at once.
+
+    A second SIGTERM is no impatience: schedulers send it to all processes, and studies and torchrun pass it on.
+    """
+
+    def __init__(self) -> None:
+        self.asked: set[int] = set()
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            self.before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: Any) -> None:
+        if number == signal.SIGINT and number in self.asked:
+            raise KeyboardInterrupt
+        self.asked.add(number)
+
+    def agreed(self, world: World) -> bool:
+        """Whether any process was asked to stop: all must save the same step."""
+        return bool(world.sum(torch.tensor(int(bool(self.asked)), device=world.device)))
+
+
+def _save(run: Run, step: int) -> None:
+    record = {"config": run.config.model_dump(mode="json"), "data": run.data.fingerprint, **environment(run.world)}
+    checkpoint.save(run.folder, step, run.model, run.optimizer, record, run.world)
+    if run.world.first:
+        checkpoint.prune(run.folder, keep_last=run.config.train.keep_last, keep_every=run.config.train.keep_every)

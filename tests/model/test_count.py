@@ -1,0 +1,59 @@
+"""Counting: components add up to the model, conventions to their definitions."""
+
+import pytest
+
+import looptim as lo
+from looptim.config import Config, ModelConfig
+from looptim.model.count import mean_keys, training_flops, transition_flops
+from looptim.model.lm import LoopedLM
+
+SMALL = {"width": 64, "vocab_size": 100, "heads": 4, "kv_heads": 2, "head_dim": 16, "window": 8, "sliding_rotary": 16}
+SMALL |= {"full_rotary": 8, "dense_hidden": 96, "experts": 8, "top_k": 2, "expert_hidden": 32, "shared_hidden": 32}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_components_add_up_to_the_models_parameters(tied):
+    config = ModelConfig(layout="2-2x3-1", tied=tied, loop={"preset": "operloop"}, **SMALL)
+    counted = lo.count(config)
+    assert sum(counted.parameters.values()) == sum(p.numel() for p in LoopedLM(config, seed=0).parameters())
+    assert counted.parameters["head"] == (0 if tied else 6400)
+    unused = counted.parameters["routed"] * 6 // 8
+    assert sum(counted.active.values()) == sum(counted.parameters.values()) - unused
+    assert counted.active["routed"] == counted.parameters["routed"] * 2 // 8
+
+
+@pytest.mark.parametrize(("length", "window"), [(1, 1), (5, 3), (5, 5), (5, 9), (100, 7)])
+def test_mean_keys_by_counting(length, window):
+    assert mean_keys(length, window) == pytest.approx(sum(min(i + 1, window) for i in range(length)) / length)
+
+
+def test_cache_bytes():
+    counted = lo.count(ModelConfig(layout="2-2x3-1", pattern="SF", loop={"preset": "operloop"}, **SMALL), seq_len=100)
+    per_layer = 2 * 2 * 2 * 16
+    assert counted.kv_bytes_per_token == 9 * per_layer
+    sliding, full = 1 + 3 + 1, 1 + 3
+    assert counted.kv_bytes == per_layer * (sliding * 8 + full * 100)
+
+
+def test_transition_flops_of_operloop():
+    """The gates' matmul, 2 (2r + 1) r d, dominates; the rest is some twenty elementwise passes over the r x d state."""
+    d, r = 1024, 4
+    flops = transition_flops(lo.build("operloop", width=d, steps=1, streams=r))
+    gates = 2 * (2 * r + 1) * r * d
+    assert gates < flops
+    assert flops == pytest.approx(122_880, rel=0.02)
+    assert transition_flops(lo.build("vanilla", width=d, steps=1)) <= 3 * d
+
+
+def test_training_flops_of_truncated_backpropagation_by_hand():
+    model = ModelConfig(layout="1-1x3-1x5-1", loop={"preset": "vanilla"}, max_length=32, **SMALL)
+    cut = model.model_copy(update={"layout": "1-1x3-1x4-1"})
+    forward, backward = (sum(lo.count(each, seq_len=32).flops.values()) for each in (model, cut))
+    train = {"seq_len": 32, "loops": {"grad_loops": 4}}
+    assert training_flops(Config(model=model, train=train)) == pytest.approx(forward + 2 * backward)
+    assert training_flops(Config(model=model, train={"seq_len": 32})) == pytest.approx(3 * forward)
+
+
+def test_ratios_to_itself_are_one():
+    counted = lo.count(ModelConfig(layout="2-2x3-1", loop={"preset": "operloop"}, **SMALL))
+    assert {ratio for group in counted.ratios(counted).values() for ratio in group.values()} == {1.0}

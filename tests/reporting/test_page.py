@@ -1,0 +1,249 @@
+"""Reports: what is read, what is drawn, what the page says, and that nothing is half written."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import looptim
+from looptim.reporting.plots import draw, smooth
+from looptim.reporting.report import report
+from looptim.reporting.runs import read_run
+from looptim.reporting.style import COLOURS, colour_of, style_of, styles_of
+
+
+def line(step, **values):
+    return {"step": step, "tokens": step * 1000, **values}
+
+
+def write_run(folder, lines, preset="operloop", tail="", seed=0):
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in lines) + tail)
+    (folder / "config.toml").write_text(f'[loop]\npreset = "{preset}"\n[train]\nseed = {seed}\nnote = "<b>&"\n')
+    (folder / "env.json").write_text('{"torch": "2.13"}')
+    return folder
+
+
+def looped(loops=3, steps=60):
+    for step in range(1, steps + 1):
+        loss = 2 + 3 / step
+        load = {"blocks.1.feedforward": [1 + 1 / step] * loops, "blocks.3.feedforward": [1.5]}
+        yield line(
+            step, loss=loss, lr=1e-3, grad_norm=1 / step, tokens_per_s=500.0, mfu=0.4, moe_load=load, moe_load_max=1.5
+        )
+        if step % 20 == 0:
+            lists = {key: [0.5] * loops for key in ("step_size", "decay", "objective")}
+            yield line(step, valid_loss=loss + 0.1, state_norm=[10.0**i for i in range(loops + 1)], **lists)
+
+
+SMALL = [line(1, loss=3.0), line(2, loss=2.0), line(2, valid_loss=2.5)]
+ALL = {"loss", "loss_end", "lr", "grad_norm", "moe_load", "step_size", "decay", "state_norm", "objective"}
+
+
+class Page(HTMLParser):
+    """The sources of images, every attribute that could load something, and the text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.images, self.links, self.text, self.open = [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.links += [value for name, value in attrs if name in ("src", "href")]
+        self.images += [value for name, value in attrs if name == "src"]
+        if tag != "img" and tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_one_run(tmp_path):
+    folder = write_run(tmp_path / "nano", looped(), tail='{"step": 61, "tok')
+    page = report([folder])
+    assert page == folder / "report" / "index.html"
+    assert {path.name for path in page.parent.iterdir()} == {f"{n}.{kind}" for n in ALL for kind in ("png", "svg")} | {
+        "index.html"
+    }
+    parsed = Page(page.read_text())
+    assert parsed.open == [] and len(parsed.images) == len(ALL)
+    assert all(link.startswith("data:image/") for link in parsed.links)
+    assert "url(" not in page.read_text() and "@import" not in page.read_text()
+    text = " ".join(parsed.text)
+    # 60 steps of 1000 tokens at 500 tokens/s.
+    for expected in ("60,000", "2.0504", "2.1500", "500", "40.0%", "2 min 00 s", "operloop", 'note = "<b>&"'):
+        assert expected in text, expected
+    png = (page.parent / "loss.png").read_bytes()
+    assert int.from_bytes(png[16:20], "big") == 840, "5.6 inches at 150 dpi"
+
+
+def test_several_runs(tmp_path):
+    folders = [
+        write_run(tmp_path / "a" / "x", looped()),
+        write_run(tmp_path / "b" / "x", SMALL, preset="vanilla", seed=1),
+        write_run(tmp_path / "none", SMALL, preset="none", seed=1),
+    ]
+    with pytest.raises(
+        ValueError, match=r"a report of 3 runs needs a folder of its own; give one with out \(--out DIR\)"
+    ):
+        report(folders)
+    text = report(folders, tmp_path / "out").read_text()
+    table = text.split("What differs")[1].split("</table>")[0]
+    assert "a/x" in table and "b/x" in table
+    assert "<th>loop.preset</th><td>operloop</td><td>vanilla</td><td>none</td>" in table
+    assert "<th>train.seed</th><td>0</td><td>1</td><td>1</td>" in table and "train.note" not in table
+
+
+def test_the_same_run_gives_the_same_bytes_and_stale_figures_go(tmp_path):
+    folder = write_run(tmp_path / "nano", SMALL)
+    page = report([folder])
+    before = {path.name: path.read_bytes() for path in page.parent.iterdir()}
+    (page.parent / "decay.png").write_bytes(b"of an earlier report")
+    (page.parent / "mine.txt").write_text("not ours")
+    report(folder)
+    after = {path.name: path.read_bytes() for path in page.parent.iterdir()}
+    assert after.pop("mine.txt") == b"not ours" and after == before
+
+
+@pytest.mark.parametrize("existing", [True, False])
+def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, existing):
+    folder, out = write_run(tmp_path / "nano", SMALL), tmp_path / "out"
+    if existing:
+        report([folder], out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()} if existing else None
+    whole = Path.write_bytes
+
+    def write(path, data):
+        if path.name == "index.html":
+            whole(path, data[:10])
+            raise OSError(28, "No space left on device")
+        return whole(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+    with pytest.raises(ValueError, match=r"cannot write the report to .*No space left on device"):
+        report([folder], out)
+    assert ({path.name: path.read_bytes() for path in out.iterdir()} if out.exists() else None) == before
+
+
+def test_out_that_is_a_file(tmp_path):
+    (tmp_path / "out").write_text("")
+    with pytest.raises(ValueError, match=r"cannot write the report to .*out: "):
+        report([write_run(tmp_path / "nano", SMALL)], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"step": 1, "tokens": 5}\nnonsense\n{"step": 2, "tokens": 6}\n', r"line 2 is not JSON: 'nonsense'"),
+        ("nonsense\n", r"line 1 is not JSON"),
+        ("\n[1]\n", r"line 2: metrics must be an object"),
+        ('{"loss": 2.0}\n', r"line 1: a line needs the numbers 'step' and 'tokens'"),
+        ('{"step": 1, "tokens": 5, "loss": "low"}\n', r"line 1: 'loss' must be a number"),
+        ('{"step": 1, "tokens": 5, "decay": 0.1}\n', r"line 1: 'decay' must be a list of numbers"),
+        ('{"step": 1, "tokens": 5, "moe_load": {"b": 1}}\n', r"line 1: 'moe_load' must map layers to lists"),
+        ("", r"has no metrics yet; wait"),
+        ('{"step": 1, "tok', r"has no metrics yet; wait"),
+    ],
+)
+def test_metrics_that_do_not_read(tmp_path, content, message):
+    folder = write_run(tmp_path / "nano", [], tail=content)
+    with pytest.raises(ValueError, match=message) as error:
+        report([folder])
+    assert "\n" not in str(error.value) and not (folder / "report").exists()
+
+
+def test_folders_that_are_no_runs(tmp_path):
+    folder = write_run(tmp_path / "nano", SMALL)
+    with pytest.raises(ValueError, match="there is no run directory"):
+        report([tmp_path / "absent"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"is not a run, it has no metrics\.jsonl"):
+        report([tmp_path / "empty"])
+    with pytest.raises(ValueError, match="is given twice"):
+        report([folder, folder / ".." / "nano"], tmp_path / "out")
+    with pytest.raises(ValueError, match="at least one run"):
+        report([])
+    (folder / "config.toml").write_text("x = ")
+    with pytest.raises(ValueError, match=r"config\.toml is not valid TOML"):
+        report([folder])
+    (folder / "config.toml").unlink()
+    assert read_run(folder).preset == "nano"
+    (folder / "metrics.jsonl").unlink()
+    (folder / "config.toml").write_text("")
+    with pytest.raises(ValueError, match="has no metrics yet"):
+        report([folder])
+
+
+def test_a_resumed_run_replaces_what_it_repeats(tmp_path):
+    lines = [line(1, loss=3.0), line(2, loss=2.0), line(2, valid_loss=2.5), line(3, loss=9.0), line(2, loss=1.0)]
+    run = read_run(write_run(tmp_path / "nano", lines))
+    tokens, loss = run.column("loss")
+    assert tokens.tolist() == [1000, 2000] and loss.tolist() == [3.0, 1.0]
+    assert not len(run.column("valid_loss")[1])
+
+
+def test_lists_of_different_lengths_and_missing_numbers(tmp_path):
+    lines = [line(1, loss=None, decay=[0.1]), line(2, loss=math.nan, decay=[0.1, 0.2]), line(3, decay=[])]
+    run = read_run(write_run(tmp_path / "nano", lines))
+    tokens, decay = run.columns("decay")
+    assert tokens.tolist() == [1000, 2000] and decay.shape == (2, 2) and math.isnan(decay[0, 1])
+    assert [picture.name for picture in draw([run])] == ["decay"]
+    assert ">nan<" in report([tmp_path / "nano"]).read_text()
+
+
+@pytest.mark.parametrize("lines", [[line(1, loss=3.0)], [line(5, valid_loss=3.0)], [line(1)], [line(0, loss=math.inf)]])
+def test_the_shortest_runs(tmp_path, lines):
+    assert report([write_run(tmp_path / "nano", lines)]).is_file()
+
+
+def test_every_figure_has_named_axes_and_one_line_per_loop(tmp_path):
+    runs = [read_run(write_run(tmp_path / name, looped(loops))) for name, loops in (("two", 2), ("four", 4))]
+    pictures = {picture.name: picture for picture in draw(runs)}
+    assert set(pictures) == ALL
+    for picture in pictures.values():
+        shown = [axes for axes in picture.figure.axes if axes.get_visible()]
+        assert shown[-1].get_xlabel() == "training tokens" and shown[0].get_ylabel() and picture.caption
+    panels = pictures["state_norm"].figure.axes
+    assert [len(axes.lines) for axes in panels] == [3, 5] and panels[0].get_yscale() == "log"
+    labels = [text.get_text() for text in pictures["state_norm"].figure.legends[0].get_texts()]
+    assert labels == ["start", "loop 1", "loop 2", "loop 3", "loop 4"]
+
+
+def test_smoothing_keeps_constants_and_skips_nan():
+    values = np.full(200, 3.0)
+    values[50] = math.nan
+    np.testing.assert_allclose(smooth(values), 3.0)
+    assert smooth(np.array([1.0, 2.0])).tolist() == [1.0, 2.0]
+
+
+def test_every_preset_has_a_colour_of_its_own():
+    names = [name for name in looptim.PRESETS if not name.endswith("_aligned")]
+    assert set(names) <= set(COLOURS), "give a new preset a colour"
+    for family in ([n for n in names if not n.startswith("operloop_")], [n for n in names if n.startswith("operloop")]):
+        assert len({colour_of(name) for name in family}) == len(family)
+    for name in (name for name in looptim.PRESETS if name.endswith("_aligned")):
+        twin, sibling = style_of(name), style_of(name.removesuffix("_aligned"))
+        assert twin["color"] == sibling["color"]
+        assert twin["linestyle"] != sibling["linestyle"] and twin["marker"] != sibling["marker"]
+    assert re.fullmatch("#[0-9a-f]{6}", colour_of("my_own")) and colour_of("my_own") == colour_of("my_own")
+
+
+def test_no_two_lines_of_a_figure_look_the_same():
+    names = [name for name in looptim.PRESETS if not name.startswith("operloop_")] + ["operloop"] * 3
+    for presets in (list(looptim.PRESETS), names, ["operloop"] * 6):
+        styles = styles_of(presets)
+        assert len({str(style) for style in styles}) == len(presets)
+
+
+def test_runs_of_one_transition_differ_in_shade_and_dash(tmp_path):
+    runs = [read_run(write_run(tmp_path / f"seed{seed}", SMALL, seed=seed)) for seed in range(3)]
+    styles = styles_of([run.preset for run in runs])
+    assert styles[0]["color"] == colour_of("operloop")
+    assert len({str(style["color"]) for style in styles}) == len({str(style["linestyle"]) for style in styles}) == 3
