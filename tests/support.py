@@ -5,9 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tiny import TINY
-
-from looptim.config import Config
+from looptim.config import Config, ModelConfig
 
 LOOPTIM = str(Path(sys.executable).with_name("looptim"))
 RECIPES = Path(__file__).parents[1] / "src" / "looptim" / "recipes"
@@ -24,7 +22,7 @@ def run(*arguments, **options):
 def config(model=None, data=None, optim=None, **train) -> Config:
     """A recipe of twelve updates of the tiny model, on two-digit addition."""
     return Config(
-        model={**TINY, **(model or {})},
+        model=ModelConfig.tiny(**(model or {})),
         data={"source": "synthetic:addition", "options": {"digits": 2}, **(data or {})},
         optim={"lr": 3e-3, "min_lr": 3e-4, "warmup": 2, **(optim or {})},
         train={

@@ -127,6 +127,20 @@ class ModelConfig(Strict):
     norm_eps: float = Field(1e-5, gt=0)
     loop: LoopConfig = LoopConfig()
 
+    @classmethod
+    def tiny(cls, **changes: Any) -> ModelConfig:
+        """The smallest model that has every part: both kinds of attention, dense and routed blocks, a loop.
+
+        >>> ModelConfig.tiny(layout="1-1x3-1").num_blocks
+        3
+        """
+        values: dict[str, Any] = {"layout": "1-1x2-1", "width": 32, "vocab_size": 257, "max_length": 32, "tied": True}
+        values |= {"pattern": "SF", "heads": 2, "kv_heads": 1, "head_dim": 16, "window": 8}
+        values |= {"sliding_rotary": 16, "full_rotary": 8, "init_std": 0.05, "loop": {"preset": "operloop"}}
+        values |= {"dense_layers": 1, "dense_hidden": 64, "experts": 4, "top_k": 2}
+        values |= {"expert_hidden": 16, "shared_hidden": 16}
+        return cls(**values | changes)
+
     @field_validator("layout", mode="before")
     @classmethod
     def _layout_is_text(cls, layout: Any) -> Any:

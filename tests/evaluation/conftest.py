@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny import TINY
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("LOOPTIM_BENCHMARKS", REPOSITORY.parent / "shared" / "data" / "lm-eval"))
@@ -62,11 +61,11 @@ def run(tmp_path_factory):
 
 def train(folder, **model):
     import looptim as lo
-    from looptim.config import Config
+    from looptim.config import Config, ModelConfig
     from looptim.hf.export import export
 
     config = Config(
-        model={**TINY, "init_std": 0.2, "loop": {"preset": "operloop", "options": {"shared": True}}, **model},
+        model=ModelConfig.tiny(init_std=0.2, loop={"preset": "operloop", "options": {"shared": True}}, **model),
         data={"source": "synthetic:addition", "options": {"digits": 3}},
         optim={"lr": 3e-3, "min_lr": 3e-4, "warmup": 1},
         train={"steps": 2, "seq_len": 32, "batch_size": 4, "checkpoint_every": 2, "valid_every": 2, "valid_batches": 1},

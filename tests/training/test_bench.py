@@ -5,14 +5,13 @@ import time
 
 import pytest
 import torch
-from tiny import TINY
 
 import looptim as lo
-from looptim.config import Config
+from looptim.config import Config, ModelConfig
 from looptim.training.bench import _models, _with_preset, medians, rounds
 
 CONFIG = Config(
-    model={**TINY, "loop": {"preset": "huginn", "options": {"inject": "concat"}}},
+    model=ModelConfig.tiny(loop={"preset": "huginn", "options": {"inject": "concat"}}),
     train={"batch_size": 4, "micro_batch": 2, "seq_len": 8},
 )
 
@@ -69,7 +68,7 @@ def test_variants_take_turns_and_the_first_round_is_not_counted():
         (["operloop"], CONFIG, 0, "repeats must be at least 1, got 0"),
         (
             ["operloop"],
-            Config(model={**TINY, "layout": "2", "loop": {"preset": "none"}}, train=CONFIG.train),
+            Config(model=ModelConfig.tiny(layout="2", loop={"preset": "none"}), train=CONFIG.train),
             1,
             "layout '2' has no looped segment",
         ),

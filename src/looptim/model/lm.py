@@ -47,11 +47,9 @@ class Output(NamedTuple):
 class LoopedLM(nn.Module):
     """Embedding, prelude, loop, coda, head: any transition on any layout (Section 2, Appendices B and C).
 
-    >>> config = ModelConfig(layout="1-1x3-1", width=32, vocab_size=64, max_length=16, heads=2, kv_heads=1, head_dim=16,
-    ...     window=4, sliding_rotary=16, full_rotary=8, dense_layers=1, dense_hidden=64, experts=4, top_k=2,
-    ...     expert_hidden=16, shared_hidden=16, loop={"preset": "operloop"})
-    >>> LoopedLM(config)(torch.zeros(2, 8, dtype=torch.long)).shape
-    torch.Size([2, 8, 64])
+    >>> model = LoopedLM(ModelConfig.tiny(layout="1-1x3-1", loop={"preset": "hyperloop"}))
+    >>> model(torch.zeros(2, 8, dtype=torch.long)).shape
+    torch.Size([2, 8, 257])
     """
 
     def __init__(
