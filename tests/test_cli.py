@@ -94,3 +94,18 @@ def test_a_closed_pipe_is_no_traceback():
     done = subprocess.run(f"{LOOPTIM} zoo --json | head -1", shell=True, capture_output=True, text=True)
     assert done.stdout == "[\n"
     assert done.stderr == ""
+
+
+def test_recipes_lists_what_other_verbs_take():
+    rows = json.loads(run("recipes", "--json").stdout)
+    named = {(row["kind"], row["name"]) for row in rows}
+    assert {("recipe", "nano"), ("recipe", "paper/18/loop3-operloop"), ("study", "main")} <= named
+    assert all(row["summary"] for row in rows)
+    assert "paper/18/loop3-operloop" in run("recipes").stdout
+
+
+def test_a_shipped_name_is_enough_in_any_folder(tmp_path):
+    assert run("count", "nano", cwd=tmp_path).stdout.startswith("nano: 1-2x3-1 operloop")
+    done = run("count", "recipes/nono.toml", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "did you mean 'nano'?" in done.stderr

@@ -1,4 +1,8 @@
-"""The command line: one plain function per verb, its docstring the help. Heavy imports happen inside the verbs."""
+"""The command line: one plain function per verb, its docstring the help.
+
+A verb reads arguments, calls the function of the API that has its name, and prints what that returned. Imports that take
+long happen inside the verbs, so that `looptim --help` answers at once.
+"""
 
 from __future__ import annotations
 
@@ -88,6 +92,19 @@ def diagnose(
         print(verdict)
 
 
+@app.command()
+def recipes(json: Json = False) -> None:
+    """List the recipes and studies that come with looptim, by the names that other verbs take."""
+    from looptim.recipe import shipped, summary
+
+    kinds = {"recipes": "recipe", "studies": "study"}
+    rows = [[kinds[kind], name, summary(path)] for kind in kinds for name, path in shipped(kind).items()]
+    if json:
+        print(json_module.dumps([dict(zip(("kind", "name", "summary"), row, strict=True)) for row in rows], indent=2))
+    else:
+        _print_table(["kind", "name", "what it is"], rows)
+
+
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe, such as nano, or a TOML file.")]
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe; may be repeated.")
@@ -129,11 +146,11 @@ def train(
     force: Annotated[bool, typer.Option("--force", help="Resume although the config has changed.")] = False,
     export: Annotated[bool, typer.Option(help="Write DIR/model for transformers at the end.")] = True,
 ) -> None:
-    """Train the model of a recipe; under torchrun, on many processes."""
+    """Train the model of a recipe, under torchrun on many processes, and export it for transformers."""
     import looptim
     from looptim.training.distributed import ElsewhereError
 
-    # Said now, not when the training is over.
+    # A missing package is reported now, not when the training is over.
     if export and importlib.util.find_spec("transformers") is None:
         raise ValueError("the export at the end needs transformers; pip install 'looptim[hf]', or give --no-export")
 
@@ -143,7 +160,7 @@ def train(
         print(f"looptim: stopped; the same command with --resume continues {out}", file=sys.stderr)
         raise typer.Exit(130) from None
     except ElsewhereError:
-        # The process that failed has said why.
+        # The process that failed has printed the reason.
         raise typer.Exit(2) from None
     if export and os.environ.get("RANK", "0") == "0":
         print(f"{run}: trained; {looptim.export(run)} loads in transformers")
@@ -156,12 +173,19 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or a f
 def generate(
     run: Run,
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="At most; the model's length is the other limit.")] = 200,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Stop after this many tokens, or at the model's maximum length.")
+    ] = 200,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the so many likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Or from the likeliest of this mass.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    loops: Annotated[int | None, typer.Option(min=1, help="Another number of loops, for shared transitions.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the K likeliest tokens only.")] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens whose probabilities add up to P."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling, for text that can be repeated.")] = None,
+    loops: Annotated[
+        int | None, typer.Option(min=1, help="Run this many loops instead of the layout's; needs a shared transition.")
+    ] = None,
 ) -> None:
     """Stream a continuation of a prompt."""
     import torch
@@ -172,7 +196,7 @@ def generate(
     if torch.cuda.is_available():
         model.cuda()
     prompt = sys.stdin.read() if prompt == "-" else prompt
-    # The prompt goes out with the first piece of its continuation: an error then has a line of its own.
+    # The prompt is printed with the first piece of its continuation, so that an error has a line of its own.
     pieces = iter([prompt])
     looptim.generate(
         model,
@@ -207,11 +231,15 @@ def evaluate(
         str | None, typer.Option(help="paper, commonsense, generation, ppl or reasoning.", metavar="NAME")
     ] = None,
     tasks: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Tasks of lm-eval, or of the suite only these.")
+        str | None, typer.Option(metavar="A,B", help="Tasks of lm-eval; with --suite, those of its tasks to run.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(metavar="N", help="Only the first N problems of each task.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Numbers do not depend on it.")] = 16,
-    loops: Annotated[int | None, typer.Option(min=1, help="Another number of loops, for shared transitions.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", help="Evaluate the first N problems of each task only.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Sequences per forward; results do not depend on it.")] = 16,
+    loops: Annotated[
+        int | None, typer.Option(min=1, help="Run this many loops instead of the layout's; needs a shared transition.")
+    ] = None,
     allow_code: Annotated[
         bool, typer.Option("--allow-code", help="Let HumanEval execute what the model writes; see docs/evaluation.md.")
     ] = False,
@@ -246,7 +274,7 @@ def evaluate(
     means = {name: value for name, value in answer["averages"].items() if value is not None}
     if means:
         print(", ".join(f"{name} {value:.2f}" for name, value in means.items()))
-    # Reports are of run directories, and look in their eval/.
+    # A report is made of a run directory and finds results in its eval/ only.
     tables = out is None and os.path.isfile(os.path.join(run, "metrics.jsonl"))
     print(f"{answer['folder']}: written" + (f"; `looptim report {run}` makes the paper's tables" if tables else ""))
 
@@ -255,7 +283,7 @@ def evaluate(
 def report(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories.")],
     out: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Where the report goes; RUN/report for one run.")
+        str | None, typer.Option(metavar="DIR", help="Where the report goes; for one run, RUN/report by default.")
     ] = None,
 ) -> None:
     """Draw what runs did; print and write the paper's tables (Markdown, LaTeX, CSV) of those that were evaluated."""
@@ -277,9 +305,12 @@ def study(
     scale: Annotated[str | None, typer.Option(help="A size the file names, such as smoke.", metavar="NAME")] = None,
     set: Set = None,
     runs: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Where runs go, to be shared by studies; DIR/runs by default.")
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Where the runs go; studies given the same folder share runs. DIR/runs by default."
+        ),
     ] = None,
-    jobs: Annotated[int, typer.Option(help="Runs trained at a time.")] = 1,
+    jobs: Annotated[int, typer.Option(help="How many runs are trained at the same time.")] = 1,
 ) -> None:
     """Compare transitions over seeds; finished runs are skipped, and the same command continues what was cut."""
     import looptim
@@ -296,10 +327,14 @@ def study(
 @app.command()
 def bench(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="PRESET", help="Transitions; one of each kind by default.")
+        list[str] | None, typer.Argument(metavar="PRESET", help="Transitions to measure; one of each kind by default.")
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option(metavar="RECIPE", help="Measure in this model; four dense blocks of width 256 else.")
+        str | None,
+        typer.Option(
+            metavar="RECIPE",
+            help="Measure in this recipe's model; by default in four dense blocks of width 256, looped three times.",
+        ),
     ] = None,
     set: Set = None,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds in which all transitions take their turn.")] = 9,
@@ -326,7 +361,7 @@ def _print_table(header: list[str], rows: list[list[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    # A pipe has no width: do not fold the cells of a table that nobody's terminal limits.
+    # A pipe has no width, so that the cells of a table need not be folded there.
     console = Console(width=None if sys.stdout.isatty() else 220, markup=False, highlight=False)
     table = Table(box=SIMPLE_HEAD)
     for index, name in enumerate(header):
@@ -340,20 +375,20 @@ def _print_table(header: list[str], rows: list[list[str]]) -> None:
 def main() -> None:
     """Run the command line. What a user did wrong is one line on standard error and exit status 2."""
     try:
-        # Without arguments the help is the answer, not an error.
+        # Without arguments typer would treat the help as an error.
         status = app(sys.argv[1:] or ["--help"], standalone_mode=False)
         sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
         print("looptim: stopped", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
-        # The reader of our pipe has gone, as `| head` does; python would complain once more when it flushes at exit.
+        # The reader of the pipe has left, as `| head` does, and Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except (ValueError, OSError) as error:
         _fail(str(error))
     except Exception as error:
-        # typer's usage errors: their base class is not public, the method that words them is.
+        # The base class of typer's usage errors is not public, but the method that words them is.
         message = getattr(error, "format_message", None)
         if message is None:
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,6 +16,13 @@ def shipped(kind: str) -> dict[str, Path]:
     """The files that come with the package, `recipes` or `studies`, by name: `nano`, `paper/18/loop3-operloop`."""
     folder = Path(__file__).parent / kind
     return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.toml"))}
+
+
+def summary(path: Path) -> str:
+    """What a shipped file says of itself: the comment it begins with."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    comment = [line.removeprefix("#").strip() for line in itertools.takewhile(lambda line: line.startswith("#"), lines)]
+    return " ".join(comment)
 
 
 def find_file(kind: str, name: str | Path) -> Path:
