@@ -106,6 +106,6 @@ def test_recipes_lists_what_other_verbs_take():
 
 def test_a_shipped_name_is_enough_in_any_folder(tmp_path):
     assert run("count", "nano", cwd=tmp_path).stdout.startswith("nano: 1-2x3-1 operloop")
-    done = run("count", "recipes/nono.toml", cwd=tmp_path)
+    done = run("count", "recipes/nanoo.toml", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert "did you mean 'nano'?" in done.stderr

@@ -1,7 +1,7 @@
 """The command line: one plain function per verb, its docstring the help.
 
-A verb reads arguments, calls the function of the API that has its name, and prints what that returned. Imports that take
-long happen inside the verbs, so that `looptim --help` answers at once.
+A verb reads arguments, calls the function of the API that has its name, and prints what that returned. Imports that
+take long happen inside the verbs, so that `looptim --help` answers at once.
 """
 
 from __future__ import annotations
