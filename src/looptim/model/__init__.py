@@ -3,7 +3,7 @@
 from .attention import Attend, Attention, CausalSlot, causal_attention
 from .block import Block
 from .head import IGNORE, Head
-from .lm import LoopedLM, Output, auxiliary_loss
+from .lm import LoopedBody, LoopedLM, Output, auxiliary_loss
 from .moe import Experts, MoE, MoEStats, Router, Routing, SwiGLU, balance_update
 from .norm import RMSNorm
 from .rope import apply_rope, rope_table
@@ -16,6 +16,7 @@ __all__ = [
     "CausalSlot",
     "Experts",
     "Head",
+    "LoopedBody",
     "LoopedLM",
     "MoE",
     "MoEStats",

@@ -44,13 +44,8 @@ class Output(NamedTuple):
     """Tokens per expert, by the name of the MoE layer, a row per visit: what the router biases are balanced with."""
 
 
-class LoopedLM(nn.Module):
-    """Embedding, prelude, loop, coda, head: any transition on any layout (Section 2, Appendices B and C).
-
-    >>> model = LoopedLM(ModelConfig.tiny(layout="1-1x3-1", loop={"preset": "hyperloop"}))
-    >>> model(torch.zeros(2, 8, dtype=torch.long)).shape
-    torch.Size([2, 8, 257])
-    """
+class LoopedBody(nn.Module):
+    """Embedding, prelude, loop, coda, norm: any transition on any layout (Section 2, Appendices B and C)."""
 
     def __init__(
         self, config: ModelConfig, *, seed: int | None = None, place: Callable[[Block, int], None] | None = None
@@ -62,8 +57,10 @@ class LoopedLM(nn.Module):
         """
         super().__init__()
         if not isinstance(config, ModelConfig):
-            raise ValueError(f"LoopedLM takes a ModelConfig (the `model` of a recipe), got {type(config).__name__}")
-        seed = int(torch.randint(2**31, (), device="cpu")) if seed is None else seed
+            raise ValueError(
+                f"{type(self).__name__} takes a ModelConfig (the `model` of a recipe), got {type(config).__name__}"
+            )
+        seed = _draw_seed() if seed is None else seed
         self.config = config
         # Transitions first: a wrong preset or option is found before anything large is allocated.
         self.loops = nn.ModuleList(
@@ -79,11 +76,7 @@ class LoopedLM(nn.Module):
             if place is not None:
                 place(block, index)
         self.norm = RMSNorm(config.width, config.norm_eps)
-        self.head = Head(config.width, vocab_size=config.vocab_size)
-        self._init_weights("head", self.head, seed)
         self._init_weights("embedding", self.embedding, seed)
-        if config.tied:
-            self.head.weight = cast(nn.Parameter, self.embedding.weight)
         self.checkpointing = False
 
     def _init_weights(self, name: str, part: nn.Module, seed: int) -> None:
@@ -95,35 +88,6 @@ class LoopedLM(nn.Module):
             if parameter.dim() > 1 and not parameter.is_meta:
                 generator = torch.Generator(parameter.device).manual_seed(_derive(seed, full_name))
                 nn.init.normal_(parameter, std=self.config.init_std, generator=generator)
-
-    def forward(self, tokens: Int[Tensor, "B T"], *, loops: int | None = None) -> Float[Tensor, "B T vocab"]:
-        """Logits in fp32. `loops` runs a shared transition another number of times than the layout says."""
-        h, _ = self.hidden(self.embed(tokens), loops=loops)
-        return self.head(h)
-
-    def loss(
-        self,
-        tokens: Int[Tensor, "B T"],
-        targets: Int[Tensor, "B T"],
-        *,
-        loops: int | Int[Tensor, " B"] | None = None,
-        total_loops: int | None = None,
-        grad_loops: int | None = None,
-    ) -> Output:
-        """Mean cross entropy of the targets (-100 is ignored), and what balances the experts."""
-        h = self.embed(tokens)
-        if not isinstance(targets, Tensor) or targets.shape != tokens.shape:
-            given = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
-            raise ValueError(f"targets must have the shape of tokens, {tuple(tokens.shape)}, got {given}")
-        self.check_vocabulary(targets.masked_fill(targets == IGNORE, 0))
-        h, stats = self.hidden(h, loops=loops, total_loops=total_loops, grad_loops=grad_loops)
-        cross_entropy = self.head(h, targets)
-        auxiliary = auxiliary_loss(stats)
-        loads: dict[str, list[Tensor]] = {}
-        for block, s in stats:
-            loads.setdefault(f"blocks.{block}.feedforward", []).append(s.load.sum(0))
-        loss = cross_entropy if auxiliary is None else cross_entropy + self.config.aux_coefficient * auxiliary
-        return Output(loss, cross_entropy, {name: torch.stack(rows) for name, rows in loads.items()})
 
     def embed(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T d"]:
         """The tokens' embeddings; a token that is not in the vocabulary or one too many is an error, not a crash."""
@@ -240,6 +204,54 @@ class LoopedLM(nn.Module):
             block.compile(**options)
 
 
+class LoopedLM(LoopedBody):
+    """A `LoopedBody` and the head: a language model.
+
+    >>> model = LoopedLM(ModelConfig.tiny(layout="1-1x3-1", loop={"preset": "hyperloop"}))
+    >>> model(torch.zeros(2, 8, dtype=torch.long)).shape
+    torch.Size([2, 8, 257])
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, seed: int | None = None, place: Callable[[Block, int], None] | None = None
+    ):
+        seed = _draw_seed() if seed is None else seed
+        super().__init__(config, seed=seed, place=place)
+        self.head = Head(config.width, vocab_size=config.vocab_size)
+        self._init_weights("head", self.head, seed)
+        if config.tied:
+            self.head.weight = cast(nn.Parameter, self.embedding.weight)
+
+    def forward(self, tokens: Int[Tensor, "B T"], *, loops: int | None = None) -> Float[Tensor, "B T vocab"]:
+        """Logits in fp32. `loops` runs a shared transition another number of times than the layout says."""
+        h, _ = self.hidden(self.embed(tokens), loops=loops)
+        return self.head(h)
+
+    def loss(
+        self,
+        tokens: Int[Tensor, "B T"],
+        targets: Int[Tensor, "B T"],
+        *,
+        loops: int | Int[Tensor, " B"] | None = None,
+        total_loops: int | None = None,
+        grad_loops: int | None = None,
+    ) -> Output:
+        """Mean cross entropy of the targets (-100 is ignored), and what balances the experts."""
+        h = self.embed(tokens)
+        if not isinstance(targets, Tensor) or targets.shape != tokens.shape:
+            given = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
+            raise ValueError(f"targets must have the shape of tokens, {tuple(tokens.shape)}, got {given}")
+        self.check_vocabulary(targets.masked_fill(targets == IGNORE, 0))
+        h, stats = self.hidden(h, loops=loops, total_loops=total_loops, grad_loops=grad_loops)
+        cross_entropy = self.head(h, targets)
+        auxiliary = auxiliary_loss(stats)
+        loads: dict[str, list[Tensor]] = {}
+        for block, s in stats:
+            loads.setdefault(f"blocks.{block}.feedforward", []).append(s.load.sum(0))
+        loss = cross_entropy if auxiliary is None else cross_entropy + self.config.aux_coefficient * auxiliary
+        return Output(loss, cross_entropy, {name: torch.stack(rows) for name, rows in loads.items()})
+
+
 def auxiliary_loss(stats: Sequence[tuple[int, MoEStats]]) -> Tensor | None:
     """The mean over visits of the mean over their sequences, without its coefficient; None without a MoE layer."""
     means = [seen.aux_loss.mean() for _, seen in stats if len(seen.aux_loss)]
@@ -286,6 +298,10 @@ def _seeded(seed: int, name: str, make: Callable[[], Loop]) -> Loop:
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
         torch.manual_seed(_derive(seed, name))
         return make()
+
+
+def _draw_seed() -> int:
+    return int(torch.randint(2**31, (), device="cpu"))
 
 
 def _derive(seed: int, name: str) -> int:
