@@ -4,38 +4,13 @@ import pytest
 from support import RECIPES
 
 import looptim as lo
-from looptim.config import Layer, ModelConfig, parse_layout
+from looptim.config import ModelConfig, parse_layout
 
 
-@pytest.mark.parametrize(
-    ("layout", "distinct", "depth"),
-    [
-        ("18", 18, 18),
-        ("4-4x3-2", 10, 18),
-        ("0-6x4-0", 6, 24),
-        ("2-1x3-1x3-2", 6, 10),
-        ("4-8x3-4", 16, 32),
-        ("1x2", 1, 2),
-    ],
-)
-def test_layouts_unroll_as_the_paper_says(layout, distinct, depth):
-    config = ModelConfig(layout=layout, loop={"preset": "none" if layout == "18" else "vanilla"})
-    assert config.num_blocks == distinct
-    assert len(config.layers()) == depth
-
-
-def test_the_pattern_repeats_over_distinct_blocks_and_visits_are_counted():
-    config = ModelConfig(layout="1-2x2-1", pattern="SF", loop={"preset": "vanilla"})
-    assert config.layers() == [
-        Layer(0, "S", 0),
-        Layer(1, "F", 0),
-        Layer(2, "S", 0),
-        Layer(1, "F", 1),
-        Layer(2, "S", 1),
-        Layer(3, "F", 0),
-    ]
-    assert config.with_loops(5).layout == "1-2x5-1"
-    assert config.visits(1) == 2
+def test_the_number_of_loops_is_part_of_the_layout():
+    config = ModelConfig.tiny(layout="1-2x2-1x4")
+    assert config.with_loops(3).layout == "1-2x3-1x3"
+    assert config.with_loops(3, at_most=True).layout == "1-2x2-1x3"
 
 
 @pytest.mark.parametrize("layout", ["4-4x-2", "x3", "", "4--2", "a", "4-4x3-", "-1", "4*3", "4x3x2", " 4"])

@@ -4,6 +4,7 @@ import pytest
 from support import RECIPES
 
 import looptim as lo
+from looptim.model import Layout
 
 
 def counted(name):
@@ -71,8 +72,8 @@ def test_every_looped_variant_matches_its_baseline_in_flops_depth_and_cache(path
 def test_full_attention_layers_are_the_papers():
     for name, expected in (("18", [3, 7, 11, 15]), ("32", [3, 7, 11, 15, 19, 23, 27, 31])):
         for recipe in ("baseline", "loop3-operloop"):
-            layers = lo.load_config(RECIPES / "paper" / name / f"{recipe}.toml").model.layers()
-            assert [i for i, layer in enumerate(layers) if layer.kind == "F"] == expected
+            layers = Layout.of(lo.load_config(RECIPES / "paper" / name / f"{recipe}.toml").model).layers
+            assert [i for i, layer in enumerate(layers) if layer.attention.name == "full_attention"] == expected
 
 
 def test_the_recipes_for_here_have_the_sizes_they_say():

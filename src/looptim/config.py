@@ -48,15 +48,8 @@ class Segment(NamedTuple):
     """None for plain blocks."""
 
 
-class Layer(NamedTuple):
-    """One unrolled layer: the place of one attention call, and of one entry in the KV cache."""
-
-    block: int
-    """The index of the distinct block whose weights it uses."""
-    kind: str
-    """S, sliding, or F, full attention."""
-    visit: int
-    """How often the block has been visited before."""
+ATTENTION_LETTERS = {"S": "sliding", "F": "full"}
+"""The letters of `pattern`; what they stand for is in model/layout.py."""
 
 
 def parse_layout(layout: str) -> tuple[Segment, ...]:
@@ -131,8 +124,8 @@ class ModelConfig(Strict):
     def tiny(cls, **changes: Any) -> ModelConfig:
         """The smallest model that has every part: both kinds of attention, dense and routed blocks, a loop.
 
-        >>> ModelConfig.tiny(layout="1-1x3-1").num_blocks
-        3
+        >>> ModelConfig.tiny(window=4).window
+        4
         """
         values: dict[str, Any] = {"layout": "1-1x2-1", "width": 32, "vocab_size": 257, "max_length": 32, "tied": True}
         values |= {"pattern": "SF", "heads": 2, "kv_heads": 1, "head_dim": 16, "window": 8}
@@ -156,8 +149,9 @@ class ModelConfig(Strict):
     @field_validator("pattern")
     @classmethod
     def _pattern_is_known(cls, pattern: str) -> str:
-        if not pattern or set(pattern) - set("SF"):
-            raise ValueError(f"pattern {pattern!r} must be letters S (sliding) and F (full), as in 'SSSF'")
+        if not pattern or set(pattern) - ATTENTION_LETTERS.keys():
+            known = " and ".join(f"{letter} ({word})" for letter, word in ATTENTION_LETTERS.items())
+            raise ValueError(f"pattern {pattern!r} must be letters {known}, as in 'SSSF'")
         return pattern
 
     @model_validator(mode="after")
@@ -186,11 +180,6 @@ class ModelConfig(Strict):
         """The layout, parsed."""
         return parse_layout(self.layout)
 
-    @property
-    def num_blocks(self) -> int:
-        """The number of distinct blocks."""
-        return sum(segment.blocks for segment in self.segments)
-
     def with_loops(self, loops: int, *, at_most: bool = False) -> ModelConfig:
         """The same model with every looped segment run `loops` times, or no more often than that."""
         if isinstance(loops, bool) or not isinstance(loops, int) or loops < 1:
@@ -200,23 +189,6 @@ class ModelConfig(Strict):
             for s in self.segments
         ]
         return self.model_copy(update={"layout": "-".join(texts)})
-
-    def kind(self, block: int) -> str:
-        """S or F, of a distinct block."""
-        return self.pattern[block % len(self.pattern)]
-
-    def layers(self) -> list[Layer]:
-        """Every unrolled layer in the order they run."""
-        layers, first = [], 0
-        for segment in self.segments:
-            blocks = range(first, first + segment.blocks)
-            layers += [Layer(b, self.kind(b), visit) for visit in range(segment.loops or 1) for b in blocks]
-            first += segment.blocks
-        return layers
-
-    def visits(self, block: int) -> int:
-        """How often a distinct block runs in one forward."""
-        return sum(layer.block == block for layer in self.layers())
 
 
 class OptimConfig(Strict):

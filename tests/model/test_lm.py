@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import looptim as lo
 from looptim.config import ModelConfig
-from looptim.model import balance_update
+from looptim.model import Layout, balance_update
 from looptim.model.lm import LoopedLM
 
 SIZES = {
@@ -216,7 +216,7 @@ def test_trace_looks_inside_a_model():
 def test_observe_sees_every_unrolled_layer():
     model, seen = LoopedLM(config(), seed=0), []
     model.hidden(model.embed(tokens()), observe=seen.append)
-    assert len(seen) == len(model.config.layers()) == 9
+    assert len(seen) == len(Layout.of(model.config).layers) == 9
 
 
 def test_compiled_blocks_give_the_same_logits_and_are_compiled_once_for_all_loops():

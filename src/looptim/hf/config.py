@@ -8,6 +8,7 @@ from typing import Any
 from transformers.configuration_utils import PreTrainedConfig
 
 from ..config import ModelConfig
+from ..model import Layout
 
 NAMES = {
     "width": "hidden_size",
@@ -27,8 +28,6 @@ NAMES = {
     "norm_eps": "rms_norm_eps",
 }
 """Fields of `ModelConfig` that go by another name in transformers; `max_length` and `top_k` would steer `generate`."""
-
-KINDS = {"S": "sliding_attention", "F": "full_attention"}
 
 AUTO_CLASSES = {"AutoConfig": "LoopedConfig", "AutoModel": "LoopedModel", "AutoModelForCausalLM": "LoopedForCausalLM"}
 SHIM = "modeling_looptim"
@@ -83,7 +82,9 @@ class LoopedConfig(PreTrainedConfig):
         """The kind of attention of every unrolled layer: the KV cache is laid out by it."""
         config = self.to_model_config()
         config = config if self.loops is None else config.with_loops(self.loops)
-        return [KINDS[layer.kind] for layer in config.layers()]
+        names = [layer.attention.name for layer in Layout.of(config).layers]
+        # A kind that transformers has no word for is cached whole, and masked by its own window.
+        return [name if name == "sliding_attention" else "full_attention" for name in names]
 
     @layer_types.setter
     def layer_types(self, value: Any) -> None:

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sliding_window_overlay
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from ..loop import Loop
-from ..model import Head, LoopedLM, MoEStats, auxiliary_loss
-from .config import KINDS, LoopedConfig
+from ..model import AttentionKind, Head, Layout, LoopedLM, MoEStats, auxiliary_loss
+from .config import LoopedConfig
 from .convert import check_fit
 from .slots import AttentionSlot
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
-
-MASKS = {"sliding_attention": create_sliding_window_causal_mask, "full_attention": create_causal_mask}
 
 
 class LoopedModel(PreTrainedModel):
@@ -76,8 +74,8 @@ class LoopedModel(PreTrainedModel):
                 cast(Loop, loop).schedule(loops)
         self._loops = loops
         config = self.looped.config if loops is None else self.looped.config.with_loops(loops)
-        kinds = [KINDS[layer.kind] for layer in config.layers()]
-        return nn.ModuleList(AttentionSlot(self.config, index, kind) for index, kind in enumerate(kinds))
+        layers = Layout.of(config).layers
+        return nn.ModuleList(AttentionSlot(self.config, i, layer.attention) for i, layer in enumerate(layers))
 
     @can_return_tuple
     def forward(
@@ -145,7 +143,7 @@ class LoopedModel(PreTrainedModel):
         attend = [
             functools.partial(
                 slot,
-                attention_mask=masks[slot.layer_type],
+                attention_mask=masks[slot.kind.name],
                 # Flash attention sees packed sequences by their positions.
                 position_ids=position_ids,
                 past_key_values=past_key_values,
@@ -210,15 +208,21 @@ class LoopedModel(PreTrainedModel):
         if isinstance(attention_mask, Mapping):
             return attention_mask
         return {
-            kind: MASKS[kind](
+            kind.name: _mask_of(kind)(
                 config=self.config,
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
                 past_key_values=past_key_values,
                 position_ids=position_ids,
             )
-            for kind in {cast(str, slot.layer_type) for slot in self.slots}
+            for kind in {cast(AttentionKind, slot.kind) for slot in self.slots}
         }
+
+    def create_masks_for_generate(
+        self, *, inputs_embeds: Tensor, attention_mask: Any, past_key_values: Cache | None, **others: Any
+    ) -> Mapping[str, Any]:
+        """The masks of a compiled decode step, which `generate` makes outside of it."""
+        return self._masks(inputs_embeds, attention_mask, others.get("position_ids"), past_key_values)
 
     def _check_length(self, position_ids: Tensor) -> None:
         # On a GPU the check would wait for the device.
@@ -322,6 +326,16 @@ class LoopedForCausalLM(LoopedModel, GenerationMixin):
             if aux_loss is not None and self.training:
                 loss = loss + self.config.router_aux_loss_coef * aux_loss
         return MoeCausalLMOutputWithPast(loss=loss, aux_loss=cast(Any, aux_loss), logits=logits, **rest)
+
+
+def _mask_of(kind: AttentionKind) -> Callable[..., Any]:
+    """What makes the mask of a kind of layer."""
+    if kind.name == "sliding_attention":
+        return create_sliding_window_causal_mask
+    if kind.window is None:
+        return create_causal_mask
+    # The caches of transformers know one window; a layer with another is cached whole.
+    return functools.partial(create_causal_mask, and_mask_function=sliding_window_overlay(kind.window))
 
 
 def _positions(inputs_embeds: Tensor, attention_mask: Any, past_key_values: Cache | None) -> Int[Tensor, "*B T"]:

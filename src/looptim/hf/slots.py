@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..model import AttentionKind
 from .config import LoopedConfig
 
 if TYPE_CHECKING:
@@ -38,14 +39,14 @@ class AttentionSlot(nn.Module):
 
     is_causal = True
 
-    def __init__(self, config: LoopedConfig, layer_idx: int, layer_type: str):
+    def __init__(self, config: LoopedConfig, layer_idx: int, kind: AttentionKind):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.layer_type = layer_type
+        self.kind = kind
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = config.head_dim**-0.5
-        self.sliding_window = config.sliding_window if layer_type == "sliding_attention" else None
+        self.sliding_window = kind.window
 
     def forward(
         self,
@@ -79,4 +80,4 @@ class AttentionSlot(nn.Module):
         return y.transpose(1, 2)
 
     def extra_repr(self) -> str:
-        return f"{self.layer_idx}, {self.layer_type}"
+        return f"{self.layer_idx}, {self.kind.name}"

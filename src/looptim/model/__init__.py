@@ -3,19 +3,24 @@
 from .attention import Attend, Attention, CausalSlot, causal_attention
 from .block import Block
 from .head import IGNORE, Head
+from .layout import ATTENTION, AttentionKind, LayerSpec, Layout
 from .lm import LoopedBody, LoopedLM, Output, auxiliary_loss
 from .moe import Experts, MoE, MoEStats, Router, Routing, SwiGLU, balance_update
 from .norm import RMSNorm
 from .rope import apply_rope, rope_table
 
 __all__ = [
+    "ATTENTION",
     "IGNORE",
     "Attend",
     "Attention",
+    "AttentionKind",
     "Block",
     "CausalSlot",
     "Experts",
     "Head",
+    "LayerSpec",
+    "Layout",
     "LoopedBody",
     "LoopedLM",
     "MoE",

@@ -9,8 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from ..config import Config, Layer, ModelConfig
+from ..config import Config, ModelConfig
 from ..loop import Loop
+from .layout import Layout
 from .lm import LoopedLM
 
 VOCABULARY = ("embedding", "head")
@@ -130,20 +131,20 @@ def count(config: Config | ModelConfig, *, seq_len: int | None = None) -> Count:
         raise ValueError(f"seq_len must be at least 1, got {seq_len}")
     with torch.device("meta"):
         model = LoopedLM(model_config, seed=0)
-    layers = model_config.layers()
+    layout = Layout.of(model_config)
     kv_bytes_per_layer = 2 * 2 * model_config.kv_heads * model_config.head_dim
-    kept = {"S": min(model_config.window, seq_len), "F": seq_len}
+    kept = [min(layer.attention.window or seq_len, seq_len) for layer in layout.layers]
     parameters = _parameters(model)
     return Count(
         name=f"{model_config.layout} {model_config.loop.preset}",
         seq_len=seq_len,
-        distinct_blocks=model_config.num_blocks,
-        depth=len(layers),
+        distinct_blocks=len(layout.blocks),
+        depth=len(kept),
         parameters=parameters,
         active=_active(model_config, parameters),
-        flops=_flops(model_config, model, layers, seq_len),
-        kv_bytes_per_token=kv_bytes_per_layer * len(layers),
-        kv_bytes=kv_bytes_per_layer * sum(kept[layer.kind] for layer in layers),
+        flops=_flops(model_config, model, seq_len),
+        kv_bytes_per_token=kv_bytes_per_layer * len(kept),
+        kv_bytes=kv_bytes_per_layer * sum(kept),
     )
 
 
@@ -193,16 +194,15 @@ def _active(config: ModelConfig, parameters: dict[str, int]) -> dict[str, int]:
     return {**parameters, "routed": parameters["routed"] * config.top_k // config.experts}
 
 
-def _flops(config: ModelConfig, model: LoopedLM, layers: list[Layer], seq_len: int) -> dict[str, float]:
+def _flops(config: ModelConfig, model: LoopedLM, seq_len: int) -> dict[str, float]:
     width, attention_width = config.width, config.heads * config.head_dim
     kv_width = config.kv_heads * config.head_dim
     swiglu = 2 * 3 * width
     flops: dict[str, float] = dict.fromkeys(FLOP_PARTS, 0)
-    for layer in layers:
+    for layer in Layout.of(config).layers:
         flops["attention"] += 2 * width * (2 * attention_width + 2 * kv_width)
-        window = config.window if layer.kind == "S" else seq_len
-        flops["attention scores"] += 2 * 2 * attention_width * mean_keys(seq_len, window)
-        if layer.block < config.dense_layers:
+        flops["attention scores"] += 2 * 2 * attention_width * mean_keys(seq_len, layer.attention.window)
+        if layer.feedforward == "dense":
             flops["dense FFN"] += swiglu * config.dense_hidden
         else:
             flops["routed"] += swiglu * config.expert_hidden * config.top_k
@@ -213,13 +213,13 @@ def _flops(config: ModelConfig, model: LoopedLM, layers: list[Layer], seq_len: i
     return flops
 
 
-def mean_keys(seq_len: int, window: int) -> float:
+def mean_keys(seq_len: int, window: int | None) -> float:
     """How many keys a query sees on average over a sequence: `mean_i min(i + 1, window)`.
 
-    >>> mean_keys(4, 4), mean_keys(4, 1)
+    >>> mean_keys(4, None), mean_keys(4, 1)
     (2.5, 1.0)
     """
-    window = min(window, seq_len)
+    window = min(window or seq_len, seq_len)
     return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
 
 

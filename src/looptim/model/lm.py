@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..config import Layer, ModelConfig
+from ..config import ModelConfig
 from ..loop import Loop, build
 from .attention import Attend, Attention, CausalSlot
 from .block import Block
 from .head import IGNORE, Head
+from .layout import LayerSpec, Layout
 from .moe import MoE, MoEStats, SwiGLU
 from .norm import RMSNorm
 from .rope import rope_table
@@ -69,8 +70,9 @@ class LoopedBody(nn.Module):
         )
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList()
-        for index in range(config.num_blocks):
-            block = _build_block(config, index)
+        layout = Layout.of(config)
+        for index, (layer, visits) in enumerate(zip(layout.blocks, layout.visits, strict=True)):
+            block = _build_block(config, layer, visits)
             self._init_weights(f"blocks.{index}", block, seed)
             self.blocks.append(block)
             if place is not None:
@@ -136,7 +138,7 @@ class LoopedBody(nn.Module):
             config = config.with_loops(cast(Loop, self.loops[0]).count_steps(loops, len(h), total=total_loops))
         stats: list[tuple[int, MoEStats]] = []
 
-        def run(h: Tensor, layers: Sequence[tuple[Layer, Visit]], begun: Tensor | None = None) -> Tensor:
+        def run(h: Tensor, layers: Sequence[tuple[LayerSpec, Visit]], begun: Tensor | None = None) -> Tensor:
             # Block by block: only the inputs of blocks are kept, and one block at a time is recomputed.
             recompute = self.checkpointing and torch.is_grad_enabled()
             for layer, (block, attend, rope, visit) in layers:
@@ -177,24 +179,22 @@ class LoopedBody(nn.Module):
 
     def _visits(
         self, config: ModelConfig, h: Tensor, positions: Tensor | None, attend: Sequence[Attend] | None
-    ) -> list[tuple[Layer, Visit]]:
+    ) -> list[tuple[LayerSpec, Visit]]:
         """Every unrolled layer, with all its block is called with."""
-        layers = config.layers()
+        layers = Layout.of(config).layers
         if positions is None:
             positions = torch.arange(h.shape[1], device=h.device)
         dtype = torch.promote_types(h.dtype, torch.float32)
-        rope = {
-            "S": rope_table(positions, config.sliding_rotary, config.sliding_theta, dtype=dtype),
-            "F": rope_table(positions, config.full_rotary, config.full_theta, dtype=dtype),
-        }
+        kinds = dict.fromkeys(layer.attention for layer in layers)
+        rope = {kind: rope_table(positions, kind.rotary_width, kind.theta, dtype=dtype) for kind in kinds}
         if attend is None:
-            slots = {"S": CausalSlot(config.window), "F": CausalSlot()}
-            attend = [slots[layer.kind] for layer in layers]
+            slots = {kind: CausalSlot(kind.window) for kind in kinds}
+            attend = [slots[layer.attention] for layer in layers]
         assert len(attend) == len(layers)
         # As tensors, so that a compiled block takes the visit as data and is compiled once for all of them.
         visits = torch.arange(max(layer.visit for layer in layers) + 1, device=h.device).unbind()
         return [
-            (layer, Visit(cast(Block, self.blocks[layer.block]), slot, rope[layer.kind], visits[layer.visit]))
+            (layer, Visit(cast(Block, self.blocks[layer.block]), slot, rope[layer.attention], visits[layer.visit]))
             for layer, slot in zip(layers, attend, strict=True)
         ]
 
@@ -266,7 +266,7 @@ def _build_loop(config: ModelConfig, loops: int | None) -> Loop:
     return build(config.loop.preset, width=config.width, steps=loops, **config.loop.options)
 
 
-def _build_block(config: ModelConfig, index: int) -> Block:
+def _build_block(config: ModelConfig, layer: LayerSpec, visits: int) -> Block:
     attention = Attention(
         config.width,
         heads=config.heads,
@@ -275,22 +275,19 @@ def _build_block(config: ModelConfig, index: int) -> Block:
         qk_norm=config.qk_norm,
         norm_eps=config.norm_eps,
     )
-    feedforward = (
-        SwiGLU(config.width, config.dense_hidden) if index < config.dense_layers else _build_moe(config, index)
-    )
+    if layer.feedforward == "dense":
+        feedforward = SwiGLU(config.width, config.dense_hidden)
+    else:
+        feedforward = MoE(
+            config.width,
+            experts=config.experts,
+            top_k=config.top_k,
+            expert_hidden=config.expert_hidden,
+            shared_hidden=config.shared_hidden,
+            scaling=config.routed_scaling,
+            visits=visits if config.balance == "per_visit" else 1,
+        )
     return Block(attention, feedforward, width=config.width, eps=config.norm_eps)
-
-
-def _build_moe(config: ModelConfig, index: int) -> MoE:
-    return MoE(
-        config.width,
-        experts=config.experts,
-        top_k=config.top_k,
-        expert_hidden=config.expert_hidden,
-        shared_hidden=config.shared_hidden,
-        scaling=config.routed_scaling,
-        visits=config.visits(index) if config.balance == "per_visit" else 1,
-    )
 
 
 def _seeded(seed: int, name: str, make: Callable[[], Loop]) -> Loop:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from ..config import ModelConfig
-from ..model import Block, LoopedLM
+from ..model import Block, Layout, LoopedLM
 
 T = TypeVar("T")
 
@@ -123,10 +123,12 @@ def build(config: ModelConfig, world: World, *, seed: int) -> LoopedLM:
     loops. A looped block is needed again at once, so it is not resharded after its forward; a plain one is.
     """
 
+    visits = Layout.of(config).visits
+
     def place(block: Block, index: int) -> None:
         block.to(world.device)
         if world.size > 1:
-            fully_shard(block, reshard_after_forward=config.visits(index) == 1)
+            fully_shard(block, reshard_after_forward=visits[index] == 1)
 
     model = LoopedLM(config, seed=seed, place=place).to(world.device)
     if world.size > 1:

@@ -1,0 +1,90 @@
+"""What every layer of a model is, parsed once from a config and read by the model, its count and its adapters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal, NamedTuple, final
+
+from ..config import ModelConfig
+
+
+class AttentionKind(NamedTuple):
+    """What a letter of `pattern` stands for in one config."""
+
+    name: str
+    """The word of transformers where it has one; the adapter caches other kinds whole and masks them by `window`."""
+    window: int | None
+    """Keys a query sees, itself included; None for all of them."""
+    rotary_width: int
+    theta: float
+
+
+ATTENTION: dict[str, Callable[[ModelConfig], AttentionKind]] = {
+    "S": lambda c: AttentionKind("sliding_attention", c.window, c.sliding_rotary, c.sliding_theta),
+    "F": lambda c: AttentionKind("full_attention", None, c.full_rotary, c.full_theta),
+}
+"""The kinds of attention by their letter. A new one is an entry here, and its letter and keys in config.py."""
+
+
+class LayerSpec(NamedTuple):
+    """One unrolled layer: the place of one attention call, and of one entry in the KV cache."""
+
+    block: int
+    """The index of the distinct block whose weights it uses."""
+    visit: int
+    """How often the block has been visited before."""
+    attention: AttentionKind
+    feedforward: Literal["dense", "experts"]
+
+
+class SegmentSpec(NamedTuple):
+    """A run of blocks: once, or looped with one row of layers per step."""
+
+    looped: bool
+    steps: tuple[tuple[LayerSpec, ...], ...]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The layers of a model, segment by segment and step by step, in the order they run.
+
+    >>> layout = Layout.of(ModelConfig.tiny(layout="1-2x3-1", pattern="SF"))
+    >>> [layer.block for layer in layout.layers], [layer.attention.name for layer in layout.blocks[:2]]
+    ([0, 1, 2, 1, 2, 1, 2, 3], ['sliding_attention', 'full_attention'])
+    >>> layout.visits
+    [1, 3, 3, 1]
+    """
+
+    segments: tuple[SegmentSpec, ...]
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Layout:
+        """The layout of a config."""
+        kinds = [ATTENTION[letter](config) for letter in config.pattern]
+        segments, first = [], 0
+        for K, loops in config.segments:
+            layers = [
+                LayerSpec(block, 0, kinds[block % len(kinds)], "dense" if block < config.dense_layers else "experts")
+                for block in range(first, first + K)
+            ]
+            steps = tuple(tuple(layer._replace(visit=visit) for layer in layers) for visit in range(loops or 1))
+            segments.append(SegmentSpec(loops is not None, steps))
+            first += K
+        return cls(tuple(segments))
+
+    @property
+    def layers(self) -> list[LayerSpec]:
+        """Every unrolled layer."""
+        return [layer for segment in self.segments for step in segment.steps for layer in step]
+
+    @property
+    def blocks(self) -> list[LayerSpec]:
+        """The first visit of every distinct block."""
+        return [layer for layer in self.layers if layer.visit == 0]
+
+    @property
+    def visits(self) -> list[int]:
+        """How often each distinct block runs in one forward."""
+        return [len(segment.steps) for segment in self.segments for _ in segment.steps[0]]
