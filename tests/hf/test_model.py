@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from looptim.config import ModelConfig
 from looptim.hf import LoopedConfig, LoopedForCausalLM, LoopedModel
 from looptim.hf.slots import eager_attention
+from looptim.loop.depth import Fixed
 from looptim.model.lm import LoopedLM
 
 
@@ -304,7 +305,7 @@ def test_loading_with_more_loops_runs_the_same_weights_longer(tmp_path):
     for loops in (1, 2, 6):
         longer = AutoModelForCausalLM.from_pretrained(tmp_path, loops=loops)
         assert longer.config.num_hidden_layers == len(longer.slots) == 2 + 2 * loops
-        assert_same(longer(tokens()).logits, model.looped(tokens(), loops=loops))
+        assert_same(longer(tokens()).logits, model.looped(tokens(), depth=Fixed(loops)))
         longer.save_pretrained(tmp_path / str(loops))
         assert LoopedForCausalLM.from_pretrained(tmp_path / str(loops)).config.loops == loops
 
@@ -313,7 +314,7 @@ def test_a_live_model_changes_its_loops():
     model = wrapped(loop=SHARED)
     for loops in (5, 1, None):
         model.set_loops(loops)
-        assert_same(model(tokens()).logits, model.looped(tokens(), loops=loops))
+        assert_same(model(tokens()).logits, model.looped(tokens(), depth=loops and Fixed(loops)))
         assert [slot.layer_idx for slot in model.slots] == list(range(model.config.num_hidden_layers))
 
 

@@ -55,31 +55,6 @@ def test_blocks_of_another_width_are_refused():
         lo.build("operloop", width=8, steps=3)(torch.randn(1, 2, 8), nn.Linear(8, 9))
 
 
-def test_loop_specific_transitions_run_the_steps_they_were_built_for():
-    loop = lo.build("operloop", width=8, steps=3)
-    with pytest.raises(
-        ValueError, match="loop-specific parameters for 3 steps and cannot run 5; build it with steps=5"
-    ):
-        loop(torch.randn(1, 2, 8), torch.tanh, steps=5)
-    for steps in (0, -1, True, 2.0, "2"):
-        with pytest.raises(ValueError, match="steps must be a whole number of at least 1, got"):
-            loop(torch.randn(1, 2, 8), torch.tanh, steps=steps)
-    with pytest.raises(ValueError, match="loop-specific parameters and cannot run as many steps as a sequence asks"):
-        loop(torch.randn(2, 2, 8), torch.tanh, steps=torch.tensor([2, 3]))
-
-
-@pytest.mark.parametrize("name", ["vanilla", "huginn", "parcae", "operloop"])
-def test_shared_transitions_run_any_number_of_steps(name):
-    options = {"shared": True} if name == "operloop" else {}
-    e, count = torch.randn(1, 2, 8), []
-    loop = lo.build(name, width=8, steps=3, **options)
-    loop(e, lambda o, step: count.append(step) or torch.tanh(o), steps=7)
-    assert count == list(range(7))
-    longer = lo.build(name, width=8, steps=7, **options).eval()
-    longer.load_state_dict(loop.state_dict())
-    assert torch.equal(loop.eval()(e, torch.tanh, steps=7), longer(e, torch.tanh))
-
-
 def test_loops_can_be_made_of_any_transitions():
     def transition():
         return lo.build("operloop", width=8, steps=1).transitions[0]
@@ -96,24 +71,6 @@ def test_loops_can_be_made_of_any_transitions():
         lo.Loop(transition(), width=0, steps=1)
 
 
-class TakesMask(nn.Module):
-    def forward(self, o, mask=None):
-        assert mask is None
-        return o
-
-
-class PassesOn(nn.Linear):
-    """As PEFT's layers do."""
-
-    def forward(self, x, *args, **kwargs):
-        return super().forward(x, *args, **kwargs)
-
-
-class TakesStep(nn.Module):
-    def forward(self, o, step):
-        return o * step
-
-
 def test_any_callable_can_be_the_blocks():
     loop, e = lo.build("vanilla", width=8, steps=2), torch.ones(1, 2, 8)
     linear = nn.Linear(8, 8)
@@ -121,18 +78,23 @@ def test_any_callable_can_be_the_blocks():
         linear,
         nn.Sequential(linear),
         torch.tanh,
-        TakesMask(),
-        PassesOn(8, 8),
         lambda o: o,
         functools.partial(torch.add, other=1),
-        # Wrappers that take anything ask what they wrap.
         torch.compile(linear, backend="eager"),
         nn.DataParallel(linear),
     ):
         assert loop(e, blocks).shape == e.shape
-    for blocks in (TakesStep(), lambda o, step: o * step, lambda *arguments: arguments[0] * arguments[1]):
-        assert torch.equal(loop(e, blocks), torch.zeros_like(e))
-    assert torch.equal(loop(e, lambda o, step=None: o * (step + 1)), 2 * e)
+
+
+def test_the_blocks_may_be_one_callable_per_step():
+    loop, e = lo.build("vanilla", width=8, steps=2), torch.ones(1, 2, 8)
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    for blocks in ([first, second], (first, second), nn.ModuleList([first, second]), [first, second, first]):
+        assert torch.equal(loop(e, blocks), second(first(e)))
+    with pytest.raises(ValueError, match="blocks are 1 callables for a loop of 2 steps; give one per step, or one"):
+        loop(e, nn.ModuleList([first]))
+    with pytest.raises(ValueError, match="blocks must be a callable, or one per step, got NoneType"):
+        loop(e, [first, None])
 
 
 def test_users_add_their_own_presets():
@@ -173,33 +135,11 @@ def test_every_name_of_the_design_is_there():
         _ = lo.nonsense
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), [("huginn", {}), ("operloop", {"shared": True}), ("operloop_nesterov", {"shared": True})]
-)
-def test_each_sequence_may_have_its_own_number_of_steps(name, options):
-    loop, e = lo.build(name, width=8, steps=3, **options).double().eval(), torch.randn(3, 2, 8, dtype=torch.float64)
-    together = loop(e, torch.tanh, steps=torch.tensor([2, 5, 1]))
-    longer = loop(e, torch.tanh, steps=torch.tensor([2, 5, 1]), total=9)
-    torch.testing.assert_close(longer, together)
-    for row, steps in enumerate([2, 5, 1]):
-        torch.testing.assert_close(together[row : row + 1], loop(e[row : row + 1], torch.tanh, steps=steps))
-
-
-def test_a_sequence_that_waits_is_traced_where_it_waits():
-    loop, e = lo.build("operloop", width=8, steps=3, shared=True), torch.randn(2, 2, 8)
-    with lo.trace(loop) as trace:
-        loop(e, torch.tanh, steps=torch.tensor([1, 3]))
-    for before, after in zip(trace.state[:2], trace.state[1:3], strict=True):
-        assert torch.equal(before[0], after[0]) and not torch.equal(before[1], after[1])
-    for H, state, read in zip(trace.input_map, trace.state, trace.read, strict=False):
-        torch.testing.assert_close(H.read(state), read)
-
-
 def test_a_start_or_a_read_out_of_another_shape_is_refused():
     transition, e = lo.build("operloop", width=8, steps=1).transitions[0], torch.randn(1, 2, 8)
     with pytest.raises(ValueError, match=r"the read-out gave a tensor of shape \(1, 2, 4, 8\)"):
         lo.Loop([transition], width=8, start=lo.state.Copies(4), readout=lo.state.Linear(8))(e, torch.tanh)
-    with pytest.raises(ValueError, match=r"the start gave a state of shape \(1, 2, 8\); .* must be \(B, T, r, d\)"):
+    with pytest.raises(ValueError, match=r"the start is of shape \(1, 2, 8\); .* must be a state \(B, T, r, d\)"):
         lo.Loop([transition], width=8, start=nn.Identity())(e, torch.tanh)
 
 
@@ -230,13 +170,6 @@ def test_backpropagation_can_be_truncated_to_the_last_steps():
     torch.testing.assert_close(torch.autograd.grad(truncated.square().sum(), blocks.weight), expected)
 
 
-@pytest.mark.parametrize("steps", [[0, 2], [1.5, 2.0], [1, 2, 3], [], 2])
-def test_bad_numbers_of_steps_per_sequence_are_refused(steps):
-    loop = lo.build("vanilla", width=8, steps=3)
-    with pytest.raises(ValueError, match="steps must be 2 whole numbers of at least 1, one per sequence"):
-        loop(torch.randn(2, 2, 8), torch.tanh, steps=torch.tensor(steps))
-
-
 def test_what_is_not_a_part_is_refused_where_it_is_given():
     parts = lo.projections.Plain(), lo.objectives.Delta(), lo.build("vanilla", width=8, steps=1).transitions[0].rule
     lo.Transition(*parts)
@@ -263,7 +196,7 @@ def test_what_is_not_a_part_is_refused_where_it_is_given():
             (torch.zeros(1, 2, 8, dtype=torch.long), torch.tanh),
             "takes a tensor of floating point numbers, got torch.int64",
         ),
-        ((torch.zeros(1, 2, 8), None), "blocks must be a callable, got NoneType"),
+        ((torch.zeros(1, 2, 8), None), "blocks must be a callable, or one per step, got NoneType"),
         ((torch.zeros(1, 2, 8), lambda o: (o, None)), "blocks gave a tuple, not a tensor"),
     ],
 )

@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import looptim as lo
 from looptim.config import ModelConfig
+from looptim.loop.depth import Fixed, PerSequence
 from looptim.model import Layout, balance_update
 from looptim.model.lm import LoopedLM
 
@@ -125,8 +126,8 @@ def test_a_sequence_that_waits_for_its_first_loop_is_not_counted():
     model = scramble(LoopedLM(config(options={"shared": True}), seed=0).double())
     batch = tokens(batch=3)
     x, y = batch[:, :-1], batch[:, 1:]
-    out = model.loss(x, y, loops=torch.tensor([1, 3, 1]), total_loops=4)
-    alone = [model.loss(x[i : i + 1], y[i : i + 1], loops=n) for i, n in enumerate((1, 3, 1))]
+    out = model.loss(x, y, depth=PerSequence([1, 3, 1], total=4))
+    alone = [model.loss(x[i : i + 1], y[i : i + 1], depth=Fixed(n)) for i, n in enumerate((1, 3, 1))]
     for name, load in out.loads.items():
         if len(load) == 1:
             assert torch.equal(load, sum(a.loads[name] for a in alone))
@@ -194,16 +195,13 @@ def test_a_shared_transition_runs_any_number_of_loops():
     model = scramble(LoopedLM(config(options={"shared": True}), seed=0)).eval()
     longer = LoopedLM(config(layout="2-2x5-1", options={"shared": True}), seed=0).eval()
     longer.load_state_dict(model.state_dict())
-    assert torch.equal(model(tokens(), loops=5), longer(tokens()))
+    assert torch.equal(model(tokens(), depth=Fixed(5)), longer(tokens()))
     with pytest.raises(ValueError, match="loop-specific parameters for 3 steps and cannot run 5"):
-        LoopedLM(config(), seed=0)(tokens(), loops=5)
-    for loops in (0, -1, True, 2.0):
-        with pytest.raises(ValueError, match="steps must be a whole number of at least 1, got"):
-            model(tokens(), loops=loops)
-    with pytest.raises(ValueError, match="steps must be 2 whole numbers"):
-        model.loss(tokens(), tokens(), loops=torch.tensor([], dtype=torch.long))
-    with pytest.raises(ValueError, match="layout '3' has no looped segment, so loops=5 cannot be run"):
-        LoopedLM(config(layout="3", preset="none"), seed=0)(tokens(), loops=5)
+        LoopedLM(config(), seed=0)(tokens(), depth=Fixed(5))
+    with pytest.raises(ValueError, match="counts has 3 numbers of steps, but the batch has 2 sequences"):
+        model.loss(tokens(), tokens(), depth=PerSequence([1, 2, 3]))
+    with pytest.raises(ValueError, match=r"layout '3' has no looped segment, so Fixed\(steps=5\) cannot be run"):
+        LoopedLM(config(layout="3", preset="none"), seed=0)(tokens(), depth=Fixed(5))
 
 
 def test_trace_looks_inside_a_model():

@@ -15,6 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from ..loop import Loop
+from ..loop.depth import Fixed
 from ..model import AttentionKind, Head, Layout, LoopedLM, MoEStats, auxiliary_loss
 from .config import LoopedConfig
 from .convert import check_fit
@@ -71,7 +72,7 @@ class LoopedModel(PreTrainedModel):
             if not self.looped.loops:
                 raise ValueError(f"layout {self.config.layout!r} has no looped segment, so loops={loops} cannot be set")
             for loop in self.looped.loops:
-                cast(Loop, loop).schedule(loops)
+                Fixed(loops).count_steps(cast(Loop, loop), 1)
         self._loops = loops
         config = self.looped.config if loops is None else self.looped.config.with_loops(loops)
         layers = Layout.of(config).layers
@@ -153,8 +154,9 @@ class LoopedModel(PreTrainedModel):
             for slot in cast("list[AttentionSlot]", self.slots)
         ]
         observe = None if states is None else states.append
+        depth = None if self.config.loops is None else Fixed(self.config.loops)
         hidden, stats = self.looped.hidden(
-            inputs_embeds, positions=position_ids, attend=attend, loops=self.config.loops, observe=observe
+            inputs_embeds, positions=position_ids, attend=attend, depth=depth, observe=observe
         )
         rest = {
             "past_key_values": past_key_values if use_cache else None,

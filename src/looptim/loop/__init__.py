@@ -1,11 +1,12 @@
 """The framework: a loop transition from a projection, an objective and a rule. Needs torch and nothing else."""
 
-from . import controls, maps, objectives, presets, projections, roadmap, rules, state
+from . import controls, depth, maps, objectives, presets, projections, roadmap, rules, state
 from .base import Context, Gate, Part
 from .controls import Decay, Step
+from .depth import Depth
 from .describe import Description, describe
 from .diagnose import Diagnosis, align, check_gradient, diagnose
-from .loop import Loop
+from .loop import Loop, LoopState
 from .maps import Map
 from .objectives import Objective
 from .projections import MapPart, Projection
@@ -19,10 +20,12 @@ __all__ = [
     "Carry",
     "Context",
     "Decay",
+    "Depth",
     "Description",
     "Diagnosis",
     "Gate",
     "Loop",
+    "LoopState",
     "Map",
     "MapPart",
     "Objective",
@@ -40,6 +43,7 @@ __all__ = [
     "build",
     "check_gradient",
     "controls",
+    "depth",
     "describe",
     "diagnose",
     "maps",

@@ -8,8 +8,7 @@ Both broadcast against the state (B, T, r, d): a Python float for a constant, (B
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +22,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class StreamMatrix:
+class StreamMatrix(NamedTuple):
     """A decay `Lam` that is a full matrix over the streams, (B, T, r, r) or (r, r), as Proposition 1 allows."""
 
     matrix: Tensor

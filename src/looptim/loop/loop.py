@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
 
-from .base import require, signature_of
+from .base import require
+from .depth import Depth, Fixed, merge
 from .rules import Carry
 from .state import Copies, Mean
 from .transition import Record, Transition, check_same_shape
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+    from jaxtyping import Float, Int
+
+
+Blocks = Callable[[Tensor], Tensor]
+
+
+class LoopState(NamedTuple):
+    """What a loop ends with."""
+
+    Y: Tensor
+    """The state, (B, T, r, d); another call may `start` from it."""
+    carry: Carry
+    """What the last rule carries on."""
+    depth: Tensor
+    """How many steps each token took, (B, T)."""
+    live: tuple[Tensor | bool, ...]
+    """Who took each of the steps: the answers of the `Depth`."""
 
 
 @final
@@ -66,20 +83,57 @@ class Loop(nn.Module):
     def forward(
         self,
         e: Float[Tensor, "B T d"],
-        blocks: Callable[..., Tensor],
+        blocks: Blocks | Sequence[Blocks],
         *,
-        steps: int | Int[Tensor, " B"] | None = None,
-        total: int | None = None,
+        depth: Depth | None = None,
+        start: Float[Tensor, "B T r d"] | None = None,
+        return_state: bool = False,
         grad_steps: int | None = None,
         observe: Callable[[Transition, Record], None] | None = None,
-    ) -> Float[Tensor, "B T d"]:
-        """Loop over `e`, the prelude output. `blocks(o, step)`, or `blocks(o)`, is the shared stack.
+    ) -> Float[Tensor, "B T d"] | tuple[Float[Tensor, "B T d"], LoopState]:
+        """Loop over `e`, the prelude output. `blocks` is the shared stack, or a sequence of callables, one per step.
 
-        A shared transition takes another number of `steps`, also one per sequence: all end together, after the largest
-        of them or after `total`, and a sequence with fewer steps waits at its start. `grad_steps` truncates
-        backpropagation to the last so many steps (Huginn, Parcae). `observe` is called with every step's transition
-        and record; `trace` is built on it.
+        `depth` says how many steps are run and by which tokens; without it all tokens run the loop's own number.
+        `start` is a state to begin with in place of the start part's. `return_state` returns the last `LoopState`
+        beside the output. `grad_steps` truncates backpropagation to the last so many steps (Huginn, Parcae). `observe`
+        is called with every step's transition and record; `trace` is built on it.
         """
+        self._check(e, grad_steps)
+        depth = Fixed(self.steps) if depth is None else depth
+        require("depth", depth, Depth)
+        schedule = self.schedule(depth.count_steps(self, len(e)))
+        total = len(schedule)
+        stacks = _one_per_step(blocks, total)
+        Y = self.start(e) if start is None else start
+        if Y.dim() != 4 or Y.shape[:2] != e.shape[:2]:
+            raise ValueError(
+                f"the start is of shape {tuple(Y.shape)}; for an input {tuple(e.shape)} it must be a state (B, T, r, d)"
+            )
+        carry, record, lived = schedule[0].rule.init(Y), None, []
+        for step, transition in enumerate(schedule):
+            live = depth.live(step, total, lived[-1] if lived else None, record)
+            if live is False:
+                break
+            before = Y, carry
+            with torch.no_grad() if grad_steps is not None and step < total - grad_steps else nullcontext():
+                if observe is None and not depth.needs_record:
+                    Y, carry = transition(Y, e, stacks[step], carry)
+                else:
+                    record = transition.step(Y, e, stacks[step], carry)
+                    Y, carry = record.Y, record.carry
+            if isinstance(live, Tensor):
+                live = live.to(e.device)
+                Y, carry = merge(live, (Y, carry), before, transition.rule)
+            lived.append(live)
+            if record is not None:
+                record = record._replace(Y=Y, carry=carry)
+                if observe is not None:
+                    observe(transition, record)
+        h = self.readout(Y)
+        check_same_shape(h, e, "the read-out", "the loop's input")
+        return (h, LoopState(Y, carry, _count(lived, e), tuple(lived))) if return_state else h
+
+    def _check(self, e: Tensor, grad_steps: int | None) -> None:
         if not isinstance(e, Tensor) or not e.is_floating_point():
             given = e.dtype if isinstance(e, Tensor) else type(e).__name__
             raise ValueError(f"the loop takes a tensor of floating point numbers, got {given}")
@@ -87,54 +141,12 @@ class Loop(nn.Module):
             raise ValueError(
                 f"the loop was built for inputs of shape (batch, tokens, {self.width}), got {tuple(e.shape)}"
             )
-        if not callable(blocks):
-            raise ValueError(f"blocks must be a callable, got {type(blocks).__name__}")
         if grad_steps is not None and grad_steps < 1:
             raise ValueError(f"grad_steps must be at least 1, got {grad_steps}; without it all steps have a gradient")
-        wants_step = _takes_step(blocks)
-        schedule = self.schedule(self.count_steps(steps, len(e), total=total))
-        counts = steps.to(e.device) if isinstance(steps, Tensor) else None
-        first_grad = 0 if grad_steps is None else len(schedule) - grad_steps
-        Y = self.start(e)
-        if Y.dim() != 4 or Y.shape[:2] != e.shape[:2]:
-            raise ValueError(
-                f"the start gave a state of shape {tuple(Y.shape)}; for {tuple(e.shape)} it must be (B, T, r, d)"
-            )
-        carry = schedule[0].rule.init(Y)
-        for index, transition in enumerate(schedule):
-            at_step = _at_step(blocks, index) if wants_step else blocks
-            before = Y, carry
-            with torch.no_grad() if index < first_grad else nullcontext():
-                if observe is None:
-                    record, (Y, carry) = None, transition(Y, e, at_step, carry)
-                else:
-                    record = transition.step(Y, e, at_step, carry)
-                    Y, carry = record.Y, record.carry
-            if counts is not None:
-                Y, carry = _where_begun(counts >= len(schedule) - index, (Y, carry), before)
-            if observe is not None and record is not None:
-                observe(transition, record._replace(Y=Y, carry=carry))
-        h = self.readout(Y)
-        check_same_shape(h, e, "the read-out", "the loop's input")
-        return h
-
-    def count_steps(self, steps: int | Int[Tensor, " B"] | None, batch: int, *, total: int | None = None) -> int:
-        """How many steps a call runs; a ValueError where this loop cannot run `steps`."""
-        if not isinstance(steps, Tensor):
-            return len(self.schedule(steps))
-        if not self.shared:
-            raise ValueError(
-                f"{self.name} has loop-specific parameters and cannot run as many steps as a sequence asks"
-            )
-        if steps.shape != (batch,) or steps.is_floating_point() or not (steps >= 1).all():
-            raise ValueError(f"steps must be {batch} whole numbers of at least 1, one per sequence, got {steps}")
-        return max(int(steps.max()), total or 0)
 
     def schedule(self, steps: int | None = None) -> list[Transition]:
         """The transition of every step."""
         steps = self.steps if steps is None else steps
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"steps must be a whole number of at least 1, got {steps!r}")
         transitions = cast("list[Transition]", list(self.transitions))
         if self.shared:
             return transitions * steps
@@ -149,39 +161,20 @@ class Loop(nn.Module):
         return f"name={self.name!r}, steps={self.steps}, {'shared' if self.shared else 'loop-specific'}"
 
 
-def _where_begun(
-    begun: Bool[Tensor, " B"], now: tuple[Tensor, Carry], before: tuple[Tensor, Carry]
-) -> tuple[Tensor, Carry]:
-    """The new state and carry of the sequences that have begun to loop, the old ones of the others."""
-    begun = begun.reshape(-1, 1, 1, 1)
-    (Y, carry), (Y_before, carry_before) = now, before
-
-    def pick(new: Any, old: Any) -> Any:
-        return torch.where(begun, new, old) if isinstance(new, Tensor) and isinstance(old, Tensor) else new
-
-    memory, eta = pick(carry.memory, carry_before.memory), pick(carry.eta, carry_before.eta)
-    return pick(Y, Y_before), carry._replace(eta=eta, memory=memory)
+def _one_per_step(blocks: Blocks | Sequence[Blocks], total: int) -> list[Blocks]:
+    """The blocks of every step."""
+    given = list(blocks) if isinstance(blocks, (Sequence, nn.ModuleList)) else [blocks] * total
+    if len(given) < total:
+        raise ValueError(f"blocks are {len(given)} callables for a loop of {total} steps; give one per step, or one")
+    for block in given:
+        if not callable(block):
+            raise ValueError(f"blocks must be a callable, or one per step, got {type(block).__name__}")
+    return given
 
 
-def _at_step(blocks: Callable[[Tensor, int], Tensor], step: int) -> Callable[[Tensor], Tensor]:
-    return lambda o: blocks(o, step)
-
-
-def _takes_step(blocks: Callable[..., Tensor]) -> bool:
-    """Whether `blocks` wants the step as its second argument; an `nn.Linear` or a lambda of one argument does not."""
-    function = blocks.forward if isinstance(blocks, nn.Module) else blocks
-    try:
-        parameters = signature_of(function).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    second = positional[1] if len(positional) > 1 else None
-    if second is None:
-        # A module that takes anything is a wrapper, of torch.compile or DDP: what it wraps knows.
-        inner = getattr(blocks, "_orig_mod", None) or getattr(blocks, "module", None)
-        if isinstance(blocks, nn.Module) and not positional and callable(inner):
-            return _takes_step(cast(Any, inner))
-        # `forward(x, *args)`, as of PEFT's layers, passes on what it is given to one that may not want it.
-        return not positional and any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    # An optional second argument of another name is something else, the mask of a torch layer for instance.
-    return second.name == "step" or second.default is second.empty
+def _count(lived: list[Tensor | bool], e: Tensor) -> Int[Tensor, "B T"]:
+    """How many steps every token took."""
+    count = torch.zeros(e.shape[:2], dtype=torch.long, device=e.device)
+    for live in lived:
+        count = count + (live if isinstance(live, bool) or live.dim() == 2 else live.unsqueeze(-1))
+    return count

@@ -8,7 +8,7 @@ it does not know which projection or objective it came from.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ class Carry(NamedTuple):
     """The step size just used; before the first step, 1."""
     lam: float | Tensor | StreamMatrix
     """The decay just used."""
-    memory: Tensor | None
-    """Momentum, for rules that have it."""
+    memory: Any
+    """What a rule remembers, any tree of tensors that begin with the axes (B, T), or None."""
 
 
 class Rule(Part):

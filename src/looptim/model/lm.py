@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..config import ModelConfig
-from ..loop import Loop, build
+from ..loop import Depth, Loop, build
+from ..loop.depth import Fixed
 from .attention import Attend, Attention, CausalSlot
 from .block import Block
 from .head import IGNORE, Head
@@ -118,8 +120,7 @@ class LoopedBody(nn.Module):
         *,
         positions: Int[Tensor, "*B T"] | None = None,
         attend: Sequence[Attend] | None = None,
-        loops: int | Int[Tensor, " B"] | None = None,
-        total_loops: int | None = None,
+        depth: Depth | None = None,
         grad_loops: int | None = None,
         observe: Callable[[Tensor], None] | None = None,
     ) -> tuple[Float[Tensor, "B T d"], list[tuple[int, MoEStats]]]:
@@ -127,18 +128,17 @@ class LoopedBody(nn.Module):
 
         A sequence that waits for its first loop is not in the stats: nothing comes of its visit.
 
-        `attend` has one slot per unrolled layer, in order: what a KV cache hangs on. `loops`, `total_loops` and
-        `grad_loops` are `steps`, `total` and `grad_steps` of every loop. `observe` is given the output of every
-        unrolled layer.
+        `attend` has one slot per unrolled layer, in order: what a KV cache hangs on. `depth` and `grad_loops` are
+        `depth` and `grad_steps` of every loop. `observe` is given the output of every unrolled layer.
         """
         config = self.config
-        if loops is not None:
+        if depth is not None:
             if not self.loops:
-                raise ValueError(f"layout {config.layout!r} has no looped segment, so loops={loops} cannot be run")
-            config = config.with_loops(cast(Loop, self.loops[0]).count_steps(loops, len(h), total=total_loops))
+                raise ValueError(f"layout {config.layout!r} has no looped segment, so {depth} cannot be run")
+            config = config.with_loops(depth.count_steps(cast(Loop, self.loops[0]), len(h)))
         stats: list[tuple[int, MoEStats]] = []
 
-        def run(h: Tensor, layers: Sequence[tuple[LayerSpec, Visit]], begun: Tensor | None = None) -> Tensor:
+        def run(h: Tensor, layers: Sequence[tuple[LayerSpec, Visit]], seen: list[tuple[int, MoEStats]]) -> Tensor:
             # Block by block: only the inputs of blocks are kept, and one block at a time is recomputed.
             recompute = self.checkpointing and torch.is_grad_enabled()
             for layer, (block, attend, rope, visit) in layers:
@@ -148,7 +148,7 @@ class LoopedBody(nn.Module):
                     h, s = block(h, attend, rope, visit)
                 # Here, outside of what is recomputed, a visit is counted and seen once.
                 if s is not None:
-                    stats.append((layer.block, s if begun is None else MoEStats(s.load[begun], s.aux_loss[begun])))
+                    seen.append((layer.block, s))
                 if observe is not None:
                     observe(h)
             return h
@@ -158,23 +158,18 @@ class LoopedBody(nn.Module):
         for segment in config.segments:
             if segment.loops is None:
                 layers, remaining = remaining[: segment.blocks], remaining[segment.blocks :]
-                h = run(h, layers)
+                h = run(h, layers, stats)
                 continue
             K, R = segment.blocks, segment.loops
             layers, remaining = remaining[: K * R], remaining[K * R :]
             loop = cast(Loop, next(loop_of_segment))
-
-            def blocks(o: Tensor, step: int, K: int = K, R: int = R, layers: Sequence[Any] = layers) -> Tensor:
-                begun = loops.to(o.device) >= R - step if isinstance(loops, Tensor) else None
-                return run(o, layers[step * K : (step + 1) * K], begun)
-
-            h = loop(
-                h,
-                blocks,
-                steps=R if loops is None else loops,
-                total=total_loops,
-                grad_steps=grad_loops,
-            )
+            seen: list[list[tuple[int, MoEStats]]] = [[] for _ in range(R)]
+            blocks = [partial(run, layers=layers[i * K : (i + 1) * K], seen=seen[i]) for i in range(R)]
+            h, state = loop(h, blocks, depth=depth or Fixed(R), grad_steps=grad_loops, return_state=True)
+            for live, visits in zip(state.live, seen, strict=False):
+                if isinstance(live, Tensor):
+                    visits = [(block, MoEStats(s.load[live], s.aux_loss[live])) for block, s in visits]
+                stats += visits
         return self.norm(h), stats
 
     def _visits(
@@ -222,9 +217,9 @@ class LoopedLM(LoopedBody):
         if config.tied:
             self.head.weight = cast(nn.Parameter, self.embedding.weight)
 
-    def forward(self, tokens: Int[Tensor, "B T"], *, loops: int | None = None) -> Float[Tensor, "B T vocab"]:
-        """Logits in fp32. `loops` runs a shared transition another number of times than the layout says."""
-        h, _ = self.hidden(self.embed(tokens), loops=loops)
+    def forward(self, tokens: Int[Tensor, "B T"], *, depth: Depth | None = None) -> Float[Tensor, "B T vocab"]:
+        """Logits in fp32. `depth` runs the loops another number of times than the layout says."""
+        h, _ = self.hidden(self.embed(tokens), depth=depth)
         return self.head(h)
 
     def loss(
@@ -232,8 +227,7 @@ class LoopedLM(LoopedBody):
         tokens: Int[Tensor, "B T"],
         targets: Int[Tensor, "B T"],
         *,
-        loops: int | Int[Tensor, " B"] | None = None,
-        total_loops: int | None = None,
+        depth: Depth | None = None,
         grad_loops: int | None = None,
     ) -> Output:
         """Mean cross entropy of the targets (-100 is ignored), and what balances the experts."""
@@ -242,7 +236,7 @@ class LoopedLM(LoopedBody):
             given = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
             raise ValueError(f"targets must have the shape of tokens, {tuple(tokens.shape)}, got {given}")
         self.check_vocabulary(targets.masked_fill(targets == IGNORE, 0))
-        h, stats = self.hidden(h, loops=loops, total_loops=total_loops, grad_loops=grad_loops)
+        h, stats = self.hidden(h, depth=depth, grad_loops=grad_loops)
         cross_entropy = self.head(h, targets)
         auxiliary = auxiliary_loss(stats)
         loads: dict[str, list[Tensor]] = {}

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..config import Config
 from ..data import Dataset
-from ..loop import Loop, trace
+from ..loop import Depth, Loop, trace
+from ..loop.depth import Fixed, PerSequence
 from ..model import IGNORE, LoopedLM, MoE, Output, balance_update
 from . import distributed
 from .distributed import World
@@ -74,7 +75,8 @@ def _accumulate(run: Run, tokens: Tensor, targets: Tensor, step: int) -> tuple[f
         distributed.synchronise_gradients(run.model, last=index == len(pieces) - 1)
         with _autocast(run):
             first = world.rows(settings.batch_size).start + index * len(pieces[0][0])
-            out: Output = run.model.loss(x, y, **sample_loops(run.config, step, slice(first, first + len(x))))
+            depth = sample_loops(run.config, step, slice(first, first + len(x)))
+            out: Output = run.model.loss(x, y, depth=depth, grad_loops=settings.loops.grad_loops)
         # Every target of the global batch counts the same, wherever it fell; FSDP then averages over processes.
         share = (y != IGNORE).sum() / total_targets
         auxiliary = (out.loss - out.cross_entropy) * (len(x) / settings.batch_size)
@@ -96,8 +98,8 @@ def _autocast(run: Run):
     return torch.autocast(run.world.device.type, torch.bfloat16) if bf16 else nullcontext()
 
 
-def sample_loops(config: Config, step: int, rows: slice) -> dict[str, Any]:
-    """The number of loops of a micro-batch: the layout's, or Huginn's or Parcae's random one.
+def sample_loops(config: Config, step: int, rows: slice) -> Depth | None:
+    """The depth of a micro-batch: the layout's, which is None, or Huginn's or Parcae's random one.
 
     Huginn: `Poisson(LogNormal) + 1`, the log-normal of mean `mean` and sigma 1/2, one number for the batch. Parcae:
     `max(1, Poisson(mean))`, one for each sequence: `rows` says which of the global batch, so that neither micro-batches
@@ -105,18 +107,17 @@ def sample_loops(config: Config, step: int, rows: slice) -> dict[str, Any]:
     """
     loops = config.train.loops
     if loops.scheme == "fixed":
-        return {"grad_loops": loops.grad_loops}
+        return None
     generator = torch.Generator().manual_seed(_mix(config.train.seed, step, 0))
     if loops.scheme == "huginn":
         sigma = 0.5
         normal = torch.randn((), generator=generator).item()
         rate = math.exp(sigma * normal + math.log(loops.mean) - sigma**2 / 2)
-        drawn = int(torch.poisson(torch.tensor(rate), generator=generator)) + 1
-        return {"loops": drawn, "grad_loops": loops.grad_loops}
+        return Fixed(int(torch.poisson(torch.tensor(rate), generator=generator)) + 1)
     rates = torch.full((config.train.batch_size,), loops.mean)
     whole = torch.poisson(rates, generator=generator).clamp_min(1).long()
     # Every micro-batch and process runs as long as the longest of the global batch: FSDP and the loads need that.
-    return {"loops": whole[rows], "total_loops": int(whole.max()), "grad_loops": loops.grad_loops}
+    return PerSequence(whole[rows], total=int(whole.max()))
 
 
 def _balance(run: Run, loads: dict[str, Tensor]) -> dict[str, Any]:

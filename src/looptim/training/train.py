@@ -19,6 +19,7 @@ from .. import rundir
 from ..config import Config
 from ..data import Dataset, open_data
 from ..loop import Loop
+from ..loop.depth import Fixed
 from ..model import LoopedLM
 from ..model.count import count, training_flops
 from . import checkpoint, distributed
@@ -125,7 +126,7 @@ def _reads_input(loop: Loop) -> bool:
     """Whether a gradient through the last of two loops reaches the loop's input."""
     e = torch.empty(1, 1, loop.width, device="meta", requires_grad=True)
     blocks = torch.nn.Linear(loop.width, loop.width, device="meta")
-    (gradient,) = torch.autograd.grad(loop(e, blocks, steps=2, grad_steps=1).sum(), e, allow_unused=True)
+    (gradient,) = torch.autograd.grad(loop(e, blocks, depth=Fixed(2), grad_steps=1).sum(), e, allow_unused=True)
     return gradient is not None
 
 
