@@ -1,16 +1,20 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
 PYTHON ?= python3
 BIN := .venv/bin
-# One thread a process: the tests run in parallel, and small matrices gain nothing from more.
+# A test process has one thread: the tests run in parallel, and small matrices gain nothing from more.
 TEST_ENV := OMP_NUM_THREADS=1
 
-.PHONY: demo test check format slow clean
+.PHONY: demo quick test check format slow clean
 
 demo: .venv/.installed
 	@$(BIN)/python examples/demo.py
 
+# What a change breaks first, in under 90 seconds: no test that starts processes or trains for long.
+quick: .venv/.installed
+	@$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m "not slow and not long"
+
 test: check
-	@echo "== tests (the slow ones: make slow)"
+	@echo "== tests (a part of them in 90 seconds: make quick; the slow ones: make slow)"
 	@$(TEST_ENV) $(BIN)/python -m pytest -n 2
 
 check: .venv/.installed
