@@ -9,7 +9,7 @@ import torch
 
 import looptim as lo
 from looptim.cli import zoo
-from looptim.reporting.runs import read_run
+from looptim.rundir import RunDir
 
 RECIPE = "nano"
 RUNS = Path("runs") / "demo"
@@ -50,7 +50,7 @@ def main() -> None:
     runs = [train(preset) for preset in ("operloop", "vanilla")]
     heading(f"Validation losses on the Python standard library, after {time.perf_counter() - start:.0f} s")
     for run in runs:
-        print(f"{run.name}: {read_run(run, run.name).column('valid_loss')[1][-1]:.4f} nats per token")
+        print(f"{run.name}: {RunDir(run).read().column('valid_loss')[1][-1]:.4f} nats per token")
     heading("A sample (looptim generate runs/demo/operloop 'def '); so short a training gives no sense yet")
     model, tokenizer = lo.load(runs[0])
     print("def " + lo.generate(model, tokenizer, "def ", max_new_tokens=60, seed=0))

@@ -15,6 +15,8 @@ from typing import Annotated
 
 import typer
 
+from looptim.base.console import print_table
+
 app = typer.Typer(
     help="Loop transitions for looped transformers, written as optimizer steps.",
     add_completion=False,
@@ -65,7 +67,7 @@ def zoo(
         if sys.stdout.isatty() and shutil.get_terminal_size().columns < 180:
             print(table.narrow(rows))
         else:
-            _print_table(list(table.COLUMNS.values()), [table.cells(row) for row in rows])
+            print_table(list(table.COLUMNS.values()), [table.cells(row) for row in rows])
         print(table.FOOTNOTE)
 
 
@@ -102,7 +104,7 @@ def recipes(json: Json = False) -> None:
     if json:
         print(json_module.dumps([dict(zip(("kind", "name", "summary"), row, strict=True)) for row in rows], indent=2))
     else:
-        _print_table(["kind", "name", "what it is"], rows)
+        print_table(["kind", "name", "what it is"], rows)
 
 
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe, such as nano, or a TOML file.")]
@@ -130,9 +132,9 @@ def count(
         print(json_module.dumps({**ours.as_dict(), "ratios": ratios}, indent=2, ensure_ascii=False))
         return
     print(f"{recipe}: {ours.name}, {ours.distinct_blocks} distinct blocks, depth {ours.depth}, {ours.seq_len} tokens")
-    _print_table(["component", "parameters", "active", "forward FLOPs/token"], component_cells(ours))
+    print_table(["component", "parameters", "active", "forward FLOPs/token"], component_cells(ours))
     header = ["quantity", "convention", "value", *([f"ratio to {against}"] if other else [])]
-    _print_table(header, convention_cells(ours, other))
+    print_table(header, convention_cells(ours, other))
     print(f"training FLOPs per token: {3 * sum(ours.flops.values()):,.0f} (three forward passes)")
     print(f"KV cache: {ours.kv_bytes_per_token:,} bytes per token while no window is full (bf16, a slot per layer)")
 
@@ -270,7 +272,7 @@ def evaluate(
         if "_stderr," not in metric
         for error in [result.get(metric.replace(",", "_stderr,"))]
     ]
-    _print_table(["task", "metric", "value", "± stderr"], rows)
+    print_table(["task", "metric", "value", "± stderr"], rows)
     means = {name: value for name, value in answer["averages"].items() if value is not None}
     if means:
         print(", ".join(f"{name} {value:.2f}" for name, value in means.items()))
@@ -353,23 +355,7 @@ def bench(
     print(f"{answer['model']}; {answer['device']}, {answer['threads']} threads")
     print(f"vanilla: {answer['seconds']:.3g} s for {answer['tokens']:,} tokens, forward + backward")
     print(f"MFU is of {answer['gemm_peak'] / 1e9:,.0f} GFLOP/s, a large matmul; all else is a ratio to vanilla")
-    _print_table(list(COLUMNS), [cells(row) for row in answer["rows"]])
-
-
-def _print_table(header: list[str], rows: list[list[str]]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    # A pipe has no width, so that the cells of a table need not be folded there.
-    console = Console(width=None if sys.stdout.isatty() else 220, markup=False, highlight=False)
-    table = Table(box=SIMPLE_HEAD)
-    for index, name in enumerate(header):
-        numeric = bool(rows) and all(row[index][:1].isdigit() or not row[index] for row in rows)
-        table.add_column(name, overflow="fold", justify="right" if numeric and len(header) < 6 else "left")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    print_table(list(COLUMNS), [cells(row) for row in answer["rows"]])
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from .data import Tokenizer
 from .model import LoopedLM
-from .recipe import load_config
+from .rundir import RunDir
 from .training import checkpoint
 from .training.distributed import World
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 def load(path: str | Path) -> tuple[LoopedLM, Tokenizer]:
     """The model, in eval mode, and the tokenizer of a run's last checkpoint, or of a folder that `export` wrote."""
-    path = Path(path)
-    last = checkpoint.latest(path)
+    path, run = Path(path), RunDir(path)
+    last = run.latest()
     if last is not None:
-        return _load_run(path, last)
+        return _load_run(run, last)
     if (path / "config.json").is_file():
         return _load_export(path)
-    if (path / "config.toml").is_file():
+    if run.config_file.is_file():
         raise ValueError(f"{path} has no complete checkpoint yet; train it further, or give another run")
     raise ValueError(f"{path} is neither a run nor an exported model; give a folder with config.toml or config.json")
 
 
-def _load_run(folder: Path, last: Path) -> tuple[LoopedLM, Tokenizer]:
-    config = load_config(folder / "config.toml")
+def _load_run(run: RunDir, last: Path) -> tuple[LoopedLM, Tokenizer]:
+    config = run.config()
     model = LoopedLM(config.model, seed=config.train.seed)
     checkpoint.load(last, model, None, World(0, 1, torch.device("cpu")))
-    return model.eval(), Tokenizer.load(folder / "tokenizer")
+    return model.eval(), Tokenizer.load(run.tokenizer)
 
 
 def _load_export(folder: Path) -> tuple[LoopedLM, Tokenizer]:

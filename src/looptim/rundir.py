@@ -1,92 +1,328 @@
-"""The run directory: whose it is, what a run records of itself, and that only one process trains into it."""
+"""The run directory: the only module that knows the files of a run, who may write them, and how they are read."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
+import tomllib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
-from .base.files import write_whole
+import numpy as np
+
+from .base.files import check_writable, claimed, os_errors_as, write_whole
 from .config import Config
 from .data import Tokenizer
 from .recipe import load_config
 
 
-class HeldError(ValueError):
-    """Another process is at work in the folder."""
+@final
+class RunDir:
+    """A run directory by its path; nothing need be there yet."""
 
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.config_file = self.path / "config.toml"
+        """What makes the folder a run."""
+        self.environment_file = self.path / "env.json"
+        self.metrics = Metrics(self.path / "metrics.jsonl")
+        self.tokenizer = self.path / "tokenizer"
+        self.eval = self.path / "eval"
+        self.model = self.path / "model"
+        """The model as transformers loads it."""
+        self.report = self.path / "report"
+        self.diverged_file = self.path / "diverged.txt"
+        """Why a run of a study came to no end."""
+        self.tracking_file = self.path / "tracking_id"
+        self.tensorboard = self.path / "tensorboard"
 
-def check(folder: Path, config: Config, *, resume: bool, force: bool) -> None:
-    """Whether a run directory can be this config's; nothing is written."""
-    check_writable(folder)
-    written = folder / "config.toml"
-    if not resume and (written.is_file() or any(folder.glob("checkpoints/step_*"))):
-        raise ValueError(f"{folder} already holds a run; add --resume to continue it, or choose another --out")
-    changes = difference(load_config(written), config) if written.is_file() else []
-    if changes and not force:
-        raise ValueError(f"the config of {folder} has changed ({'; '.join(changes)}); undo that, or add --force")
+    def config(self) -> Config:
+        """The recipe of the run."""
+        return load_config(self.config_file)
 
+    def claim(self) -> AbstractContextManager[None]:
+        """Hold the directory while training into it; another process that wants it gets a HeldError."""
+        return claimed(self.path)
 
-def check_writable(folder: Path) -> None:
-    """Asked before hours are spent on data that a run directory is for."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"cannot write to {folder}: {there} is no folder we may write to; choose another --out")
+    def check(self, config: Config, *, resume: bool, force: bool) -> None:
+        """Whether the directory can be this config's; nothing is written."""
+        check_writable(self.path)
+        known = self.config_file.is_file()
+        if not resume and (known or any(self.path.glob("checkpoints/step_*"))):
+            raise ValueError(f"{self.path} already holds a run; add --resume to continue it, or choose another --out")
+        changes = difference(self.config(), config) if known else []
+        if changes and not force:
+            raise ValueError(f"the config of {self.path} has changed ({'; '.join(changes)}); undo that, or add --force")
+
+    def record(self, config: Config, environment: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+        """Write what a run says of itself; config.toml comes last, since it is what makes the folder a run."""
+        with os_errors_as(f"cannot write to {self.path}", "make room, or choose another --out"):
+            tokenizer.save(self.tokenizer)
+            write_whole(self.environment_file, json.dumps(environment, indent=2))
+            write_whole(self.config_file, config.to_toml())
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint of a step lies."""
+        return self.path / "checkpoints" / f"step_{step:06d}"
+
+    def checkpoints(self) -> list[Path]:
+        """The complete checkpoints, oldest first; folders of other names are somebody else's."""
+        found = [path.parent for path in self.path.glob(f"checkpoints/step_*/{RECORD}")]
+        return sorted((path for path in found if re.fullmatch(r"step_\d{6,}", path.name)), key=step_of)
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint."""
+        return next(reversed(self.checkpoints()), None)
+
+    def evaluation(self, task: str, *, limit: int | None = None, loops: int | None = None) -> Evaluation:
+        """The files of a task that was, or will be, evaluated on the run."""
+        return Evaluation(self.eval, task, limit=limit, loops=loops)
+
+    def evaluations(self) -> list[tuple[int | None, dict[str, Any]]]:
+        """Every result, the newest last, with the number of loops it was asked to run, if one was."""
+        found = []
+        for file in sorted(self.eval.glob("*.json"), key=lambda file: (file.stat().st_mtime_ns, file.name)):
+            record = _read_object(file)
+            if record is None or not record.keys() >= {"task", "settings", "results", "samples", "notes"}:
+                raise ValueError(f"{file} is not a result of `looptim evaluate`; repair or remove it")
+            loops = re.search(r"\.loops(\d+)", file.stem)
+            found.append((int(loops[1]) if loops else None, record))
+        return found
+
+    def read(self, name: str | None = None) -> Run:
+        """What the run says, under a name of its own or the folder's."""
+        if not self.path.is_dir():
+            raise ValueError(
+                f"there is no run directory {str(self.path)!r}; give the folder that `looptim train` wrote"
+            )
+        there = [file for file in (self.config_file, self.environment_file) if file.is_file()]
+        files = {file.name: file.read_text("utf-8", "replace") for file in there}
+        if not self.metrics.path.is_file() and self.config_file not in there:
+            raise ValueError(
+                f"{self.path} is not a run, it has no metrics.jsonl; give the folder that `looptim train` wrote"
+            )
+        lines = self.metrics.read()
+        if not lines:
+            raise ValueError(f"{self.path} has no metrics yet; wait for the run's first logged step")
+        try:
+            config = flat(tomllib.loads(files.get(self.config_file.name, "")))
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{self.config_file} is not valid TOML: {error}; repair it") from None
+        return Run(name or self.path.resolve().name, lines, config, files)
 
 
 def difference(old: Config, new: Config) -> list[str]:
     """What differs between two configs, as `key: old -> new`."""
-
-    def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-        if isinstance(value, dict) and value:
-            for name, inner in value.items():
-                yield from flat(inner, f"{key}.{name}" if key else name)
-        else:
-            yield key, value
-
-    before, after = dict(flat(old.model_dump())), dict(flat(new.model_dump()))
+    before, after = flat(old.model_dump()), flat(new.model_dump())
     keys = sorted(before.keys() | after.keys())
     return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if before.get(k) != after.get(k)]
 
 
-@contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """Hold the run directory while training into it; another process that wants it is told so."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
-    except OSError as error:
-        raise ValueError(f"cannot write to {folder}: {error.strerror}; choose another --out") from None
-    with lock:
-        if not _lock(lock):
-            raise HeldError(f"another process is at work in {folder}; stop it, or choose another --out")
-        yield
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """
+    >>> flat({"model": {"width": 64, "loop": {}}})
+    {'model.width': 64}
+    """
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return values
 
 
-def _lock(file: Any) -> bool:
-    """Take the lock, which the system gives back when the process ends, however it ends; True where there are none."""
-    try:
-        import fcntl
-    except ImportError:
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        # A file system without locks, as some clusters have.
-        return True
-    return True
+RECORD = "checkpoint.json"
+"""Of a checkpoint, written last; a folder without it is not a checkpoint."""
 
 
-def record(folder: Path, config: Config, environment: dict[str, Any], tokenizer: Tokenizer) -> None:
-    """Write what a run says of itself; config.toml comes last, since it is what makes the folder a run."""
+def step_of(checkpoint: Path) -> int:
+    """The updates that were done when a checkpoint was written."""
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def read_record(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself: step, config, versions, data."""
     try:
-        tokenizer.save(folder / "tokenizer")
-        write_whole(folder / "env.json", json.dumps(environment, indent=2))
-        write_whole(folder / "config.toml", config.to_toml())
-    except OSError as error:
-        raise ValueError(f"cannot write to {folder}: {error.strerror}; make room, or choose another --out") from None
+        record = json.loads((checkpoint / RECORD).read_text())
+        if not isinstance(record, dict) or not record.keys() >= {"step", "data"}:
+            raise ValueError("it has no step or no data")
+    except ValueError as error:
+        raise damaged(checkpoint, f"{RECORD}: {error}") from None
+    return record
+
+
+def damaged(checkpoint: Path, reason: str) -> ValueError:
+    """The error of a checkpoint that cannot be read, which says what is left without it."""
+    others = [other.name for other in RunDir(checkpoint.parents[1]).checkpoints() if other != checkpoint]
+    way_out = f"delete it, and {others[-1]} is used instead" if others else "delete it to begin anew"
+    return ValueError(f"checkpoint {checkpoint} is damaged ({reason}); {way_out}")
+
+
+@final
+class Metrics:
+    """What a run logs: a JSON object a line, with the numbers `step` and `tokens`.
+
+    Every other value is a number or null, a list of those, or a mapping of names to such lists.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Log a line."""
+        _check_line(record)
+        with os_errors_as(f"cannot write to {self.path}", "the last checkpoint is kept"), self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def keep(self, until: int) -> None:
+        """Forget what was logged after step `until`, from which a run resumes, and what cannot be read.
+
+        A run that begins at step 0 logs everything anew, also the validation before its first update.
+        """
+        kept = [record for record in self._readable() if until and record["step"] <= until]
+        with os_errors_as(f"cannot write to {self.path}", "make room or access there"):
+            write_whole(self.path, "".join(json.dumps(record) + "\n" for record in kept))
+
+    def last(self, key: str) -> dict[str, Any]:
+        """The last line that has `key`, of a run that may be writing; an empty one where there is none."""
+        return next((record for record in reversed(self._readable(tail=20_000)) if key in record), {})
+
+    def read(self) -> list[dict[str, Any]]:
+        """The lines merged into one for each step. A step that goes back is a resumed run, whose new lines count."""
+        records: dict[int, dict[str, Any]] = {}
+        last = -1
+        for number, text in enumerate(self._lines(), 1):
+            if not text.strip():
+                continue
+            try:
+                record = _check_line(json.loads(text))
+            except ValueError as error:
+                short = repr(text[:60].decode(errors="replace")) + ("..." if len(text) > 60 else "")
+                wrong = "it is not JSON" if isinstance(error, json.JSONDecodeError | UnicodeDecodeError) else error
+                raise ValueError(
+                    f"{self.path} line {number}: {wrong}, got {short}; repair or remove the line"
+                ) from None
+            step = record["step"]
+            if step < last:
+                records = {earlier: line for earlier, line in records.items() if earlier < step}
+            records[step] = {**records.get(step, {}), **record}
+            last = step
+        return list(records.values())
+
+    def _readable(self, tail: int | None = None) -> list[dict[str, Any]]:
+        records = []
+        for text in self._lines(tail):
+            with suppress(ValueError):
+                records.append(_check_line(json.loads(text)))
+        return records
+
+    def _lines(self, tail: int | None = None) -> list[bytes]:
+        """The whole lines in the last `tail` bytes; a kill, or a writer at work, may have left the last one cut."""
+        if not self.path.is_file():
+            return []
+        with self.path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - tail) if tail else 0)
+            return file.read().split(b"\n")[:-1]
+
+
+def _check_line(record: Any) -> dict[str, Any]:
+    """The record, if it keeps to the schema of `Metrics`."""
+    if not isinstance(record, dict):
+        raise ValueError("metrics must be an object")
+    if not isinstance(record.get("step"), int) or not isinstance(record.get("tokens"), int | float):
+        raise ValueError("a line needs the numbers 'step' and 'tokens'")
+    for key, value in record.items():
+        lists = list(value.values()) if isinstance(value, dict) else [value if isinstance(value, list) else [value]]
+        if not all(isinstance(values, list) and all(map(_is_number, values)) for values in lists):
+            raise ValueError(f"{key!r} must be a number, a list of numbers, or a mapping of names to lists of numbers")
+    return record
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, int | float)
+
+
+@final
+class Evaluation:
+    """The files of one evaluated task: in the folder `eval` of a run, or elsewhere."""
+
+    def __init__(self, folder: Path, task: str, *, limit: int | None = None, loops: int | None = None):
+        # A part of a task, or another number of loops, does not replace the whole result.
+        at, part = "" if loops is None else f".loops{loops}", "" if limit is None else f".limit{limit}"
+        name = f"{task}{at}{part}"
+        self.folder = folder
+        self.result = folder / f"{name}.json"
+        self.samples = folder / "samples" / f"{name}.json"
+        """What the model answered, problem by problem."""
+        self.answers = folder / ".partial" / f"{name}.jsonl"
+        """The answers so far, while the task is under way."""
+
+    def read(self) -> dict[str, Any] | None:
+        """The result, or None where there is none that can be read."""
+        return _read_object(self.result)
+
+    def write(self, file: Path, value: Any) -> None:
+        """Write the result or the samples as JSON."""
+        with self.writing():
+            write_whole(file, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
+
+    def writing(self) -> AbstractContextManager[None]:
+        """What the disk refuses is one sentence."""
+        return os_errors_as(f"cannot write results to {self.folder}", "make room there, or choose another --out")
+
+
+def _read_object(file: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run directory says: its lines merged by step, and its config."""
+
+    name: str
+    lines: list[dict[str, Any]]
+    config: dict[str, Any]
+    """By keys as in `model.width`."""
+    files: dict[str, str]
+    """The text of config.toml and env.json."""
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """What the result may depend on besides the config."""
+        return json.loads(self.files["env.json"])
+
+    @property
+    def preset(self) -> str:
+        """The transition's name, or the run's where no config tells."""
+        return self.config.get("loop.preset") or self.config.get("model.loop.preset") or self.name
+
+    @property
+    def loops(self) -> list[int]:
+        """How often each looped segment runs, as far as a config tells."""
+        return [int(times) for times in re.findall(r"x(\d+)", str(self.config.get("model.layout", "")))]
+
+    def column(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and the numbers called `key`, from the lines that have one; null is NaN."""
+        lines = [line for line in self.lines if key in line and _is_number(line[key])]
+        return np.array([line["tokens"] for line in lines], float), np.array([line[key] for line in lines], float)
+
+    def columns(self, key: str, name: str | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and the lists called `key`, or those of `name` in a mapping, as (lines, entries); NaN fills up."""
+        pairs = []
+        for line in self.lines:
+            values = line.get(key)
+            values = values.get(name) if isinstance(values, dict) else values
+            if values and isinstance(values, list):
+                pairs.append((line["tokens"], values))
+        table = np.full((len(pairs), max((len(values) for _, values in pairs), default=0)), math.nan)
+        for row, (_, values) in zip(table, pairs, strict=True):
+            row[: len(values)] = np.array(values, float)
+        return np.array([tokens for tokens, _ in pairs], float), table

@@ -168,13 +168,14 @@ def test_a_task_is_asked_with_the_knobs_it_was_trained_with(run):
 def test_problems_longer_than_the_context_are_counted(run, tmp_path):
     from looptim.base.console import Progress
     from looptim.evaluation import tasks as reasoning
-    from looptim.evaluation.answers import Journal
+    from looptim.evaluation.answers import Answers
     from looptim.evaluation.run import _open
+    from looptim.rundir import Evaluation
 
     subject = _open(run, None)
     settings = {"knobs": {"length": 600, "hops": 2, "symbols": 4}, "limit": 2}
-    journal = Journal(tmp_path / "hop.json", settings)
-    record = reasoning.run("hop", subject, settings, journal, batch_size=2, progress=Progress("", quiet=True))
+    answers = Answers(Evaluation(tmp_path, "hop"), settings)
+    record = reasoning.run("hop", subject, settings, answers, batch_size=2, progress=Progress("", show=False))
     assert record["results"]["exact_match,none"] == 0
     assert "hop: 2 of 2 problems do not fit the context of 512 tokens" in record["notes"][0]
 
@@ -220,13 +221,13 @@ def test_a_batch_too_large_for_the_memory_is_one_sentence(run, tmp_path, monkeyp
 
 
 def test_answers_stay_until_the_result_is_written(run, tmp_path, monkeypatch):
-    from looptim.evaluation import run as module
+    from looptim.rundir import Evaluation
 
     def full(*_):
         raise ValueError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "write_result", full)
+        patch.setattr(Evaluation, "write", full)
         with pytest.raises(ValueError, match="no room"):
             evaluate(run, tasks=["addition"], limit=2, out=tmp_path, quiet=True)
     assert (tmp_path / ".partial" / "addition.limit2.jsonl").read_bytes().count(b"\n") == 3

@@ -13,8 +13,9 @@ from lm_eval.api.instance import Instance
 from looptim.base.console import Progress
 from looptim.data import Tokenizer
 from looptim.evaluation import harness
-from looptim.evaluation.answers import Journal
+from looptim.evaluation.answers import Answers
 from looptim.loading import wrap
+from looptim.rundir import Evaluation
 
 PRESETS = ("none", "vanilla", "hyperloop", "operloop")
 TEXTS = [
@@ -94,7 +95,7 @@ def test_prompts_that_do_not_fit_are_counted(folder):
     assert (lm.cut.requests, lm.cut.cut, lm.cut.longest) == (3, 2, 201)
     with pytest.raises(ValueError, match="an answer to score has 200 tokens, but the context is 128"):
         lm.loglikelihood(ask("loglikelihood", ("x", "y" * 200)))
-    lm.start(None, Progress("", quiet=True))
+    lm.start(None, Progress("", show=False))
     options = {"until": ["\n"], "max_gen_toks": 8}
     lm.generate_until(ask("generate_until", ("x" * 121, options), ("x" * 120, options)))
     assert (lm.cut.cut, lm.cut.longest, lm.cut.given) == (1, 129, 0)
@@ -107,11 +108,11 @@ def test_a_task_that_would_generate_more_than_the_context_is_given_half_of_it(fo
     assert len(text.encode()) <= 16 * 3
 
 
-def test_answers_in_the_journal_are_not_asked_for_again(folder, tmp_path, monkeypatch):
+def test_known_answers_are_not_asked_for_again(folder, tmp_path, monkeypatch):
     requests = ask("loglikelihood", *TEXTS)
     lm = build(folder, batch_size=2)
-    journal = Journal(tmp_path / "task.json", {})
-    lm.start(journal, Progress("", quiet=True))
+    given = Answers(Evaluation(tmp_path, "task"), {})
+    lm.start(given, Progress("", show=False))
     calls, stock = [], harness.HFLM._model_call
 
     def interrupted(self, inps, *args):
@@ -123,9 +124,9 @@ def test_answers_in_the_journal_are_not_asked_for_again(folder, tmp_path, monkey
     monkeypatch.setattr(harness.HFLM, "_model_call", interrupted)
     with pytest.raises(KeyboardInterrupt):
         lm.loglikelihood(requests)
-    again = Journal(tmp_path / "task.json", {})
-    assert len(again.answers) >= 4
-    lm.start(again, Progress("", quiet=True))
+    again = Answers(Evaluation(tmp_path, "task"), {})
+    assert len(again.known) >= 4
+    lm.start(again, Progress("", show=False))
     asked = len(calls)
     answers = lm.loglikelihood(requests)
     assert sum(calls[asked:]) == 2
@@ -142,13 +143,13 @@ def test_answers_in_the_journal_are_not_asked_for_again(folder, tmp_path, monkey
         ("generate_until", [("x", {"until": ["\n"], "max_gen_toks": 4}), ("y", {"until": [], "max_gen_toks": 4})]),
     ],
 )
-def test_other_answers_in_the_journal_are_not_asked_for_again_either(folder, tmp_path, monkeypatch, kind, arguments):
+def test_known_answers_of_other_kinds_are_not_asked_for_again_either(folder, tmp_path, monkeypatch, kind, arguments):
     lm, requests = build(folder, batch_size=2), ask(kind, *arguments)
-    lm.start(Journal(tmp_path / "task.json", {}), Progress("", quiet=True))
+    lm.start(Answers(Evaluation(tmp_path, "task"), {}), Progress("", show=False))
     answers = getattr(lm, kind)(requests)
-    again = Journal(tmp_path / "task.json", {})
-    assert len(again.answers) == 2
-    lm.start(again, Progress("", quiet=True))
+    again = Answers(Evaluation(tmp_path, "task"), {})
+    assert len(again.known) == 2
+    lm.start(again, Progress("", show=False))
     for name in ("_model_call", "_model_generate"):
         monkeypatch.setattr(harness.HFLM, name, lambda *_, **__: pytest.fail("asked again"))
     assert getattr(lm, kind)(requests) == answers

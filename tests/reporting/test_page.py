@@ -12,8 +12,8 @@ import pytest
 import looptim
 from looptim.reporting.plots import draw, smooth
 from looptim.reporting.report import report
-from looptim.reporting.runs import read_run
 from looptim.reporting.style import COLOURS, colour_of, style_of, styles_of
+from looptim.rundir import RunDir
 
 
 def line(step, **values):
@@ -141,13 +141,13 @@ def test_out_that_is_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"step": 1, "tokens": 5}\nnonsense\n{"step": 2, "tokens": 6}\n', r"line 2 is not JSON: 'nonsense'"),
-        ("nonsense\n", r"line 1 is not JSON"),
+        ('{"step": 1, "tokens": 5}\nnonsense\n{"step": 2, "tokens": 6}\n', r"line 2: it is not JSON, got 'nonsense'"),
+        ("nonsense\n", r"line 1: it is not JSON"),
         ("\n[1]\n", r"line 2: metrics must be an object"),
         ('{"loss": 2.0}\n', r"line 1: a line needs the numbers 'step' and 'tokens'"),
         ('{"step": 1, "tokens": 5, "loss": "low"}\n', r"line 1: 'loss' must be a number"),
-        ('{"step": 1, "tokens": 5, "decay": 0.1}\n', r"line 1: 'decay' must be a list of numbers"),
-        ('{"step": 1, "tokens": 5, "moe_load": {"b": 1}}\n', r"line 1: 'moe_load' must map layers to lists"),
+        ('{"step": 1, "tokens": 5, "mine": ["low"]}\n', r"line 1: 'mine' must be a number, a list of numbers, or"),
+        ('{"step": 1, "tokens": 5, "mine": {"b": 1}}\n', r"line 1: 'mine' .* or a mapping of names to lists"),
         ("", r"has no metrics yet; wait"),
         ('{"step": 1, "tok', r"has no metrics yet; wait"),
     ],
@@ -174,7 +174,7 @@ def test_folders_that_are_no_runs(tmp_path):
     with pytest.raises(ValueError, match=r"config\.toml is not valid TOML"):
         report([folder])
     (folder / "config.toml").unlink()
-    assert read_run(folder).preset == "nano"
+    assert RunDir(folder).read().preset == "nano"
     (folder / "metrics.jsonl").unlink()
     (folder / "config.toml").write_text("")
     with pytest.raises(ValueError, match="has no metrics yet"):
@@ -183,7 +183,7 @@ def test_folders_that_are_no_runs(tmp_path):
 
 def test_a_resumed_run_replaces_what_it_repeats(tmp_path):
     lines = [line(1, loss=3.0), line(2, loss=2.0), line(2, valid_loss=2.5), line(3, loss=9.0), line(2, loss=1.0)]
-    run = read_run(write_run(tmp_path / "nano", lines))
+    run = RunDir(write_run(tmp_path / "nano", lines)).read()
     tokens, loss = run.column("loss")
     assert tokens.tolist() == [1000, 2000] and loss.tolist() == [3.0, 1.0]
     assert not len(run.column("valid_loss")[1])
@@ -191,7 +191,7 @@ def test_a_resumed_run_replaces_what_it_repeats(tmp_path):
 
 def test_lists_of_different_lengths_and_missing_numbers(tmp_path):
     lines = [line(1, loss=None, decay=[0.1]), line(2, loss=math.nan, decay=[0.1, 0.2]), line(3, decay=[])]
-    run = read_run(write_run(tmp_path / "nano", lines))
+    run = RunDir(write_run(tmp_path / "nano", lines)).read()
     tokens, decay = run.columns("decay")
     assert tokens.tolist() == [1000, 2000] and decay.shape == (2, 2) and math.isnan(decay[0, 1])
     assert [picture.name for picture in draw([run])] == ["decay"]
@@ -204,7 +204,7 @@ def test_the_shortest_runs(tmp_path, lines):
 
 
 def test_every_figure_has_named_axes_and_one_line_per_loop(tmp_path):
-    runs = [read_run(write_run(tmp_path / name, looped(loops))) for name, loops in (("two", 2), ("four", 4))]
+    runs = [RunDir(write_run(tmp_path / name, looped(loops))).read() for name, loops in (("two", 2), ("four", 4))]
     pictures = {picture.name: picture for picture in draw(runs)}
     assert set(pictures) == ALL
     for picture in pictures.values():
@@ -243,7 +243,7 @@ def test_no_two_lines_of_a_figure_look_the_same():
 
 
 def test_runs_of_one_transition_differ_in_shade_and_dash(tmp_path):
-    runs = [read_run(write_run(tmp_path / f"seed{seed}", SMALL, seed=seed)) for seed in range(3)]
+    runs = [RunDir(write_run(tmp_path / f"seed{seed}", SMALL, seed=seed)).read() for seed in range(3)]
     styles = styles_of([run.preset for run in runs])
     assert styles[0]["color"] == colour_of("operloop")
     assert len({str(style["color"]) for style in styles}) == len({str(style["linestyle"]) for style in styles}) == 3

@@ -18,10 +18,9 @@ from support import STUDIES
 import looptim as lo
 from looptim.data import open_data
 from looptim.model.lm import LoopedLM
-from looptim.reporting.runs import Run
 from looptim.reporting.style import styles_of
 from looptim.reporting.tables import markdown
-from looptim.rundir import claimed
+from looptim.rundir import Run, RunDir
 from looptim.studies.archive import pack
 from looptim.studies.figures import _state_norm, draw
 from looptim.studies.grid import Meter, is_finished
@@ -281,7 +280,7 @@ def test_a_run_that_another_study_is_at_comes_last_and_is_waited_for(done, file)
     for cell in (held, other):
         shutil.rmtree(runs / cell.name)
     with ThreadPoolExecutor() as pool:
-        with claimed(runs / held.name):
+        with RunDir(runs / held.name).claim():
             page = pool.submit(lo.study, file, file.parent / "out", runs=runs, progress=False)
             deadline = time.monotonic() + 300
             while not is_finished(other, runs):
@@ -299,7 +298,7 @@ def test_a_run_that_another_study_settles_meanwhile_is_taken_as_it_is(done, file
     held = load_plan(file).cells[0]
     left = shutil.move(runs / held.name, file.parent / "left")
     with ThreadPoolExecutor() as pool:
-        with claimed(runs / held.name):
+        with RunDir(runs / held.name).claim():
             page = pool.submit(lo.study, file, file.parent / "out", runs=runs, progress=False)
             deadline = time.monotonic() + 300
             while not (file.parent / "out" / "study.json").exists():
@@ -569,7 +568,7 @@ def test_a_run_that_fails_stops_those_beside_it(file):
     failing, other, *_ = load_plan(file).cells
     runs = file.parent / "out" / "runs"
     (runs / failing.name / "metrics.jsonl").mkdir(parents=True)
-    with pytest.raises(OSError, match="directory"):
+    with pytest.raises(ValueError, match="directory"):
         lo.study(file, file.parent / "out", jobs=2, progress=False)
     assert not (runs / other.name / "checkpoints" / "step_002000").exists()
 
@@ -581,7 +580,8 @@ def test_names_with_brackets_are_shown(file, monkeypatch, capsys):
     run = file.parent / plan.cells[1].name
     run.mkdir()
     (run / "diverged.txt").write_text("why")
-    with Meter(plan, plan.cells, file.parent, show=True) as meter:
+    meter = Meter(plan, plan.cells, file.parent, show=True)
+    with meter.progress:
         meter.finished(plan.cells[1])
     assert "operloop [a], seed 0: why (1 of 4 runs" in capsys.readouterr().err
 

@@ -7,6 +7,7 @@ import types
 
 import pytest
 
+from looptim.rundir import RunDir
 from looptim.training.sinks import open_sinks, scalars
 
 TRACKIO = """
@@ -17,10 +18,11 @@ def refuse(*args, **kwargs):
     raise OSError("no network in this test")
 
 socket.socket.connect = refuse
+from looptim.rundir import RunDir
 from looptim.training.sinks import open_sinks
 
 for steps in ((10, 20), (30,)):
-    (sink,) = open_sinks(["trackio"], run_dir=Path(sys.argv[1]), config={"model": {"width": 8}})
+    (sink,) = open_sinks(["trackio"], RunDir(sys.argv[1]), config={"model": {"width": 8}})
     for step in steps:
         sink.log(step, {"loss": 100 / step, "step_size/0": 0.5})
     sink.close()
@@ -76,25 +78,25 @@ def fake(monkeypatch):
 def test_wandb_gets_every_call_and_stays_offline(tmp_path, fake, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     recorder = fake("wandb", "init")
-    (sink,) = open_sinks(["wandb"], run_dir=tmp_path / "nano", config={"seed": 1})
+    (sink,) = open_sinks(["wandb"], RunDir(tmp_path / "nano"), config={"seed": 1})
     sink.log(3, {"loss": 2.0})
     sink.close()
     sink.close()
     (_, _, init), *rest = recorder.calls
     assert init["mode"] == "offline" and init["name"] == "nano" and init["config"] == {"seed": 1}
     assert rest == [("log", ({"loss": 2.0},), {"step": 3}), ("finish", (), {})]
-    open_sinks(["wandb"], run_dir=tmp_path / "nano", config={})
+    open_sinks(["wandb"], RunDir(tmp_path / "nano"), config={})
     again = recorder.calls[-1][2]
     assert again["id"] == init["id"] and again["resume"] == "allow"
     monkeypatch.setenv("WANDB_MODE", "online")
-    open_sinks(["wandb"], run_dir=tmp_path / "other" / "nano", config={})
+    open_sinks(["wandb"], RunDir(tmp_path / "other" / "nano"), config={})
     other = recorder.calls[-1][2]
     assert other["id"] != init["id"] and other["mode"] == "online"
 
 
 def test_tensorboard_gets_every_number(tmp_path, fake):
     recorder = fake("torch.utils.tensorboard", "SummaryWriter")
-    (sink,) = open_sinks(["tensorboard"], run_dir=tmp_path, config={"seed": 1})
+    (sink,) = open_sinks(["tensorboard"], RunDir(tmp_path), config={"seed": 1})
     sink.log(3, {"loss": 2.0, "lr": 0.1})
     sink.close()
     sink.close()
@@ -112,17 +114,17 @@ def test_a_missing_package_is_one_sentence_and_nothing_is_opened(tmp_path, fake,
     recorder = fake("trackio", "init")
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ValueError, match=f"sink '{name}' cannot be imported .*; run `pip install {name}`"):
-        open_sinks(["trackio", name], run_dir=tmp_path, config={})
+        open_sinks(["trackio", name], RunDir(tmp_path), config={})
     assert recorder.calls == [] and list(tmp_path.iterdir()) == []
 
 
 def test_bad_names(tmp_path):
     with pytest.raises(ValueError, match="unknown sink 'wandbb', did you mean 'wandb'"):
-        open_sinks(["wandbb"], run_dir=tmp_path, config={})
+        open_sinks(["wandbb"], RunDir(tmp_path), config={})
     with pytest.raises(ValueError, match="known: trackio, wandb, tensorboard"):
-        open_sinks(["csv"], run_dir=tmp_path, config={})
+        open_sinks(["csv"], RunDir(tmp_path), config={})
     with pytest.raises(ValueError, match="list of names"):
-        open_sinks("wandb", run_dir=tmp_path, config={})
+        open_sinks("wandb", RunDir(tmp_path), config={})
 
 
 def test_a_sink_that_fails_to_open_closes_the_others(tmp_path, fake, monkeypatch):
@@ -130,7 +132,7 @@ def test_a_sink_that_fails_to_open_closes_the_others(tmp_path, fake, monkeypatch
     broken = types.ModuleType("torch.utils.tensorboard")
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", broken)
     with pytest.raises(AttributeError):
-        open_sinks(["wandb", "tensorboard"], run_dir=tmp_path, config={})
+        open_sinks(["wandb", "tensorboard"], RunDir(tmp_path), config={})
     assert first.calls[-1][0] == "finish"
 
 

@@ -1,61 +1,81 @@
-"""What a command shows while it works: progress on a terminal, plain lines elsewhere."""
+"""What a command shows: progress on a terminal, plain lines elsewhere, and tables."""
 
 from __future__ import annotations
 
-import contextlib
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import final
-
-from rich.console import Console
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as RichProgress
+from collections.abc import Sequence
+from typing import Any, final
 
 EVERY = {True: 0.2, False: 30.0}
-"""Seconds between lines, on a terminal and elsewhere."""
+"""Seconds between two looks at the progress, on a terminal and elsewhere."""
+WIDTH = 20
+"""Characters of the bar."""
 
 
 @final
 class Progress:
-    """Counts the requests of a task and says when they will be done."""
+    """How far long work is: a bar on a terminal, a plain line now and then elsewhere, both on standard error.
 
-    def __init__(self, title: str, *, batch: int = 1, quiet: bool = False):
-        self.title = title
-        self.batch = batch
-        self.quiet = quiet
-        # The one there is now: libraries are silenced by replacing it.
+    `total` is None where nobody knows it. `batch` is how much gets done at a time.
+    """
+
+    def __init__(self, title: str, total: float | None = None, *, done: float = 0, batch: int = 0, show: bool = True):
+        self.title, self.total, self.batch, self.show = title, total, batch, show
+        self.done = self.before = done
+        # The stream there is now: evaluation silences libraries by replacing sys.stderr.
         self.stream = sys.stderr
         self.terminal = self.stream.isatty()
         self.start = self.shown = time.monotonic()
-        self.total = self.done = self.first = 0
 
-    def add(self, total: int, done: int = 0) -> None:
-        """`total` requests more, of which `done` were answered before."""
-        self.total += total
+    def __enter__(self) -> Progress:
+        if not self.terminal:
+            self.say(self.title)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.terminal:
+            self._print("", end="")
+
+    def expect(self, more: float, done: float = 0) -> None:
+        """There is `more` to do, of which `done` was done before."""
+        self.total = (self.total or 0) + more
         self.done += done
-        self.first += done
+        self.before += done
 
-    def update(self, count: int = 1) -> None:
-        """`count` requests have been answered."""
-        self.done += count
-        now = time.monotonic()
-        if self.quiet or now - self.shown < EVERY[self.terminal]:
+    def advance(self, amount: float = 1, text: str = "", *, left: float | None = None, now: bool = False) -> None:
+        """Count what was done and show it if it is time to, or `now`; `left` seconds, if the caller knows them."""
+        self.done += amount
+        moment = time.monotonic()
+        if not now and moment - self.shown < EVERY[self.terminal]:
             return
-        self.shown = now
-        # The answers of a batch come one by one after the time of all.
-        fresh = min(self.total - self.first, max(self.batch, self.done - self.first))
-        left = (self.total - self.done) * (now - self.start) / fresh
-        self._print(f"{self.title}: {self.done}/{self.total}, {duration(left)} left", "\r" if self.terminal else "\n")
+        self.shown = moment
+        # The results of a batch come one by one after the time of all.
+        fresh = max(self.batch, self.done - self.before)
+        if left is None and self.total and fresh:
+            left = (self.total - self.done) * (moment - self.start) / min(fresh, self.total - self.before)
+        elapsed = f"{duration(moment - self.start)} so far"
+        self._show([text, elapsed if left is None else f"{duration(left)} left"])
 
-    def end(self, text: str) -> None:
-        """The last line."""
-        if not self.quiet:
-            self._print(f"{self.title}: {text}", "\n")
+    def _show(self, said: list[str]) -> None:
+        share = min(1.0, self.done / self.total) if self.total else None
+        percent = "" if share is None else f"{share:.0%}"
+        line = f"{self.title}: {', '.join(part for part in (percent, *said) if part)}"
+        if self.terminal:
+            bar = "" if share is None else f"[{'#' * int(share * WIDTH):.<{WIDTH}}] "
+            self._print(f"{bar}{line}"[: shutil.get_terminal_size().columns - 1], end="")
+        else:
+            self.say(line)
+
+    def say(self, text: str) -> None:
+        """Print a line of its own, above the bar."""
+        self._print(text, end="\n")
 
     def _print(self, text: str, end: str) -> None:
-        # Over a longer line that was there before.
-        print(f"{text}\x1b[K" if self.terminal else text, end=end, file=self.stream, flush=True)
+        if self.show:
+            # What stood in the line before, a longer bar say, is erased.
+            print(f"\r\x1b[K{text}" if self.terminal else text, end=end, file=self.stream, flush=True)
 
 
 def duration(seconds: float) -> str:
@@ -67,18 +87,18 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 
 
-@contextlib.contextmanager
-def bar(what: str, *, total: int | None, show: bool) -> Iterator[Callable[[int], None]]:
-    """A function to call with the number of characters done; `total` is None where nobody knows it."""
-    console = Console(stderr=True)
-    if not show or not console.is_terminal:
-        if show:
-            console.print(what, highlight=False)
-        yield lambda done: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    with RichProgress(
-        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True
-    ) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda done: progress.advance(task, done)
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table on standard output, numbers to the right where there are few columns."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    # A pipe has no width: the cells of a table that no terminal limits are not folded.
+    console = Console(width=None if sys.stdout.isatty() else 220, markup=False, highlight=False)
+    table = Table(box=SIMPLE_HEAD)
+    for index, name in enumerate(header):
+        numeric = bool(rows) and all(row[index][:1].isdigit() or not row[index] for row in rows)
+        table.add_column(name, overflow="fold", justify="right" if numeric and len(header) < 6 else "left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal, final
 
-from ..base.console import bar
+from ..base.console import Progress
 from ..base.files import write_whole
 from ..config import DataConfig
-from .cache import digest, worded
+from .cache import digest, writing
 from .files import Document
 from .sources import Source, find_source, find_valid_source
 
@@ -116,18 +116,18 @@ def _scan(source: Source, fraction: float, fold: int, cache: Path, progress: boo
         except (OSError, ValueError, TypeError) as error:
             raise ValueError(f"{memo} is not what looptim wrote; delete it") from error
     content, characters, counts = hashlib.sha256(), 0, {"train": 0, "valid": 0}
-    with bar(f"reading {source.name}", total=None, show=progress) as advance:
+    with Progress(f"reading {source.name}", show=progress) as shown:
         for document in source.documents():
             content.update(document.digest)
             characters += document.length
             counts[held_out(document, fraction, fold)] += 1
-            advance(document.length)
+            shown.advance(document.length)
     if not characters:
         raise ValueError(
             f"data source {source.name!r} holds no text: all it names is empty; give files with text in them"
         )
     scan = _Scan(content.hexdigest(), characters, **counts)
-    with worded(cache):
+    with writing(cache):
         write_whole(memo, json.dumps(dataclasses.asdict(scan)))
     return scan
 

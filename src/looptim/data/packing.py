@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..base.console import bar
-from ..base.files import write_whole
+from ..base.console import Progress
+from ..base.files import whole_folder, write_whole
 from ..config import DataConfig
-from .cache import building, cache_folder, digest
+from .cache import cache_folder, digest, writing
 from .corpus import SPLITS, Corpus, Split, find_corpus
 from .dataset import Dataset, PackedDataset
 from .shards import ShardWriter
@@ -50,7 +50,7 @@ def open_data(config: DataConfig, *, vocab_size: int, seq_len: int, progress: bo
     tokenizer = given or _trained_tokenizer(corpus, vocab_size, cache, progress)
     folder = cache / "packed" / digest([corpus.key, tokenizer.hash])
     if not folder.is_dir():
-        with building(folder) as aside:
+        with writing(cache), whole_folder(folder) as aside:
             _pack(corpus, tokenizer, aside, progress)
             _check_unchanged(corpus, config)
     return PackedDataset(
@@ -82,15 +82,15 @@ def _trained_tokenizer(corpus: Corpus, vocab_size: int, cache: Path, progress: b
     path = cache / "tokenizers" / digest([corpus.key, vocab_size, _SAMPLE]) / "tokenizer.json"
     if not path.parent.is_dir():
         total = corpus.characters and min(_SAMPLE, corpus.characters)
-        with bar(f"training a tokenizer on {corpus.source.name}", total=total, show=progress) as advance:
+        with Progress(f"training a tokenizer on {corpus.source.name}", total, show=progress) as shown:
 
             def texts():
                 for text in corpus.sample(_SAMPLE):
-                    advance(len(text))
+                    shown.advance(len(text))
                     yield text
 
             tokenizer = Tokenizer.train(texts(), vocab_size=vocab_size)
-        with building(path.parent) as aside:
+        with writing(cache), whole_folder(path.parent) as aside:
             tokenizer.save(aside)
     try:
         return Tokenizer.load(path)
@@ -101,8 +101,9 @@ def _trained_tokenizer(corpus: Corpus, vocab_size: int, cache: Path, progress: b
 def _pack(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: bool) -> None:
     """Both splits of a corpus as shards, with what is to be known of them in meta.json."""
     content = hashlib.sha256()
-    shown = bar(f"tokenising {corpus.source.name}", total=corpus.characters, show=progress)
-    with contextlib.ExitStack() as stack, shown as advance:
+    with contextlib.ExitStack() as stack:
+        title = f"tokenizing {corpus.source.name}"
+        shown = stack.enter_context(Progress(title, corpus.characters, show=progress))
         writers: dict[Split, ShardWriter] = {}
         for split in SPLITS:
             writers[split] = ShardWriter(folder / f"{split}.bin", vocab_size=tokenizer.vocab_size)
@@ -120,12 +121,12 @@ def _pack(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: bool) ->
                 size += len(piece)
                 if size >= _TOGETHER:
                     _flush(waiting, writers, tokenizer)
-                    advance(size)
+                    shown.advance(size)
                     size = 0
             if started:
                 waiting.append((split, "", True))
         _flush(waiting, writers, tokenizer)
-        advance(size)
+        shown.advance(size)
         for writer in writers.values():
             writer.close()
     _check_packed(corpus, writers)

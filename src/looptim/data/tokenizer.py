@@ -12,8 +12,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from ..base.files import write_whole
-from .cache import worded
+from ..base.files import os_errors_as, write_whole
 
 EOS = "<|endoftext|>"
 """The end of a document, in tokenizers made here."""
@@ -134,7 +133,7 @@ class Tokenizer:
             "pad_token": self.eos_token,
             "clean_up_tokenization_spaces": False,
         }
-        with worded(Path(folder), "make room or access there"):
+        with os_errors_as(f"the folder {str(folder)!r} cannot be written", "make room or access there"):
             write_whole(Path(folder) / "tokenizer.json", self._text)
             write_whole(
                 Path(folder) / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False) + "\n"

@@ -27,7 +27,7 @@ from lm_eval.tasks import TaskManager
 from ..base.choices import nearest
 from ..base.console import Progress
 from ..data import TASKS
-from .answers import Journal
+from .answers import Answers
 from .sandbox import CodeEval
 from .suites import CODE, FOLDERS, SHOTS, refusal
 
@@ -215,40 +215,40 @@ class Model(_Stock):
     def __init__(self, wrapped: Any, tokenizer: Path, *, batch_size: int):
         with quiet():
             super().__init__(pretrained=wrapped, tokenizer=str(tokenizer), batch_size=batch_size)
-        self.journal: Journal | None = None
-        self.progress = Progress("", quiet=True)
+        self.answers: Answers | None = None
+        self.progress = Progress("", show=False)
         self.cut = Cut()
         self.rolling = False
         self.set_cache_hook(_Hook(self._answered))
 
-    def start(self, journal: Journal | None, progress: Progress) -> None:
-        """Before each task."""
-        self.journal, self.progress, self.cut = journal, progress, Cut()
+    def start(self, answers: Answers | None, progress: Progress) -> None:
+        """Get ready for another task."""
+        self.answers, self.progress, self.cut = answers, progress, Cut()
 
     def _answered(self, key: str, answer: Any) -> None:
-        if self.journal is not None and key != "sampled":
-            self.journal.add(key, answer)
-        self.progress.update()
+        if self.answers is not None and key != "sampled":
+            self.answers.add(key, answer)
+        self.progress.advance()
 
     def _known(self, kind: str, requests: list[Any], ask: Callable[[list[Any]], list[Any]]) -> list[Any]:
-        """The answers, of which only those are asked for that the journal has not."""
-        answers = {} if self.journal is None else self.journal.answers
+        """The answers to all requests; the model is asked only for those that are not known yet."""
+        known = {} if self.answers is None else self.answers.known
         keys = [_key(kind, request.args) for request in requests]
-        open_requests = [request for request, key in zip(requests, keys, strict=True) if key not in answers]
-        self.progress.add(len(requests), len(requests) - len(open_requests))
+        open_requests = [request for request, key in zip(requests, keys, strict=True) if key not in known]
+        self.progress.expect(len(requests), len(requests) - len(open_requests))
         fresh = iter(ask(open_requests) if open_requests else [])
-        # Read off before asking would be too early: `answers` grows while we ask.
+        # Which were open is decided before asking: `known` grows while the model is asked.
         asked = {id(request) for request in open_requests}
         restored = tuple if kind == "loglikelihood" else (lambda answer: answer)
         return [
-            next(fresh) if id(request) in asked else restored(answers[key])
+            next(fresh) if id(request) in asked else restored(known[key])
             for request, key in zip(requests, keys, strict=True)
         ]
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> Any:
         for request in requests:
-            # The others are counted as they are asked.
-            if self.journal is not None and _key("loglikelihood", request.args) in self.journal.answers:
+            # Those that are not known yet are counted as they are asked.
+            if self.answers is not None and _key("loglikelihood", request.args) in self.answers.known:
                 context, continuation = request.args
                 pair = self._encode_pair(context, continuation) if context else ([0], self.tok_encode(continuation))
                 self.cut.see(sum(map(len, pair)), self.max_length + 1)

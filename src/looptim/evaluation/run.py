@@ -1,4 +1,4 @@
-"""From a run or an exported folder to results on disc, task by task."""
+"""From a run or an exported folder to results on disk, task by task."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from ..data import TASKS, Tokenizer
 from ..loading import load, wrap
 from ..model import LoopedLM
 from ..model.count import count
-from ..recipe import load_config
-from ..training import checkpoint
+from ..rundir import Evaluation, RunDir
 from . import offline
 from . import tasks as reasoning
-from .answers import Journal, read, write_result
+from .answers import Answers
 from .averages import averages, scores
 from .suites import CODE, choose, refusal
 
@@ -75,30 +74,30 @@ def evaluate(
     loaded = _load_tasks(stock, allow_code=allow_code) if stock else {}
     # A tag of lm-eval has become its tasks.
     names = [*loaded, *(name for name in names if name in TASKS)]
-    out = path / "eval" if out is None else Path(out)
+    out = RunDir(path).eval if out is None else Path(out)
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         lm = _harness_model(subject, Path(folder), batch_size) if stock else None
         for index, name in enumerate(names, 1):
-            progress = Progress(f"{name} ({index}/{len(names)})", batch=batch_size, quiet=quiet)
+            progress = Progress(f"{name} ({index}/{len(names)})", batch=batch_size, show=not quiet)
             settings = _settings(name, subject, limit, loaded)
-            file = out / f"{file_name(name, limit, loops)}.json"
-            found = read(file)
+            files = Evaluation(out, name, limit=limit, loops=loops)
+            found = files.read()
             if found is not None and found.get("settings") == settings:
-                progress.end(f"done before, in {file}")
+                progress.say(f"{progress.title}: done before, in {files.result}")
                 results[name] = found
                 continue
             try:
-                results[name] = _run(name, subject, settings, lm, loaded.get(name), file, progress)
+                results[name] = _run(name, subject, settings, lm, loaded.get(name), files, progress)
             except KeyboardInterrupt:
-                progress.end("stopped; the same command continues from here")
+                progress.say(f"{progress.title}: stopped; the same command continues from here")
                 raise
             except torch.OutOfMemoryError:
                 raise ValueError(
                     f"{name} does not fit the memory in batches of {batch_size}; give a smaller --batch-size, which "
                     "continues from the answers so far"
                 ) from None
-            progress.end(_summary(results[name]))
+            progress.say(f"{progress.title}: {_summary(results[name])}")
     table = scores({name: record["results"] for name, record in results.items()})
     return {
         "folder": str(out),
@@ -109,23 +108,14 @@ def evaluate(
     }
 
 
-def file_name(task: str, limit: int | None, loops: int | None) -> str:
-    """A result of a part of a task, or at another number of loops, does not replace the whole one.
-
-    >>> file_name("piqa", None, None), file_name("piqa", 20, 6)
-    ('piqa', 'piqa.loops6.limit20')
-    """
-    return f"{task}{'' if loops is None else f'.loops{loops}'}{'' if limit is None else f'.limit{limit}'}"
-
-
 def _check(path: Path, names: Sequence[str], *, limit: int | None, batch_size: int, allow_code: bool) -> None:
     """Everything that can be known to be wrong before anything is loaded."""
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}; leave it out for the whole task")
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    if checkpoint.latest(path) is None and not (path / "config.json").is_file():
-        # Words it.
+    if RunDir(path).latest() is None and not (path / "config.json").is_file():
+        # This raises the error that says what the folder lacks.
         load(path)
     code = [name for name in names if name in CODE]
     if code and not allow_code:
@@ -152,7 +142,13 @@ def _load_tasks(names: Sequence[str], *, allow_code: bool) -> dict[str, Any]:
 
 
 def _run(
-    name: str, subject: Subject, settings: dict[str, Any], lm: Model | None, loaded: Any, file: Path, progress: Progress
+    name: str,
+    subject: Subject,
+    settings: dict[str, Any],
+    lm: Model | None,
+    loaded: Any,
+    files: Evaluation,
+    progress: Progress,
 ) -> dict[str, Any]:
     """Run one task and write its result."""
     record = {
@@ -163,14 +159,15 @@ def _run(
         "versions": _versions(),
     }
     start = time.monotonic()
-    with Journal(file, settings) as journal:
+    with Answers(files, settings) as answers:
         if lm is None or loaded is None:
-            record |= reasoning.run(name, subject, settings, journal, batch_size=progress.batch, progress=progress)
+            record |= reasoning.run(name, subject, settings, answers, batch_size=progress.batch, progress=progress)
         else:
-            record |= _run_stock(lm, name, loaded, settings, file, journal, progress)
+            lm.start(answers, progress)
+            record |= _run_stock(lm, name, loaded, settings, files)
         record["seconds"] = round(time.monotonic() - start, 3)
-        write_result(file, record)
-        journal.remove()
+        files.write(files.result, record)
+        answers.remove()
     return record
 
 
@@ -198,9 +195,9 @@ def _open(path: Path, loops: int | None) -> Subject:
 
 def _trained(path: Path) -> dict[str, Any]:
     """The options of the synthetic task that a run learned, as the run or its export says."""
-    recipe = path / "config.toml"
-    if recipe.is_file():
-        data = load_config(recipe).data
+    run = RunDir(path)
+    if run.config_file.is_file():
+        data = run.config().data
         return {data.source.removeprefix("synthetic:"): data.options}
     return json.loads((path / "config.json").read_text()).get("task_specific_params") or {}
 
@@ -240,20 +237,17 @@ def _settings(name: str, subject: Subject, limit: int | None, loaded: dict[str, 
             "lm_eval": harness.VERSION,
             "task_versions": {part: task.VERSION for part, task in loaded[name]["tasks"].items()},
         }
-    # As they are when they come back from the disc.
+    # As they are when they come back from the disk.
     return json.loads(json.dumps(settings, default=str))
 
 
-def _run_stock(
-    lm: Model, name: str, loaded: Any, settings: dict[str, Any], file: Path, journal: Journal, progress: Progress
-) -> dict[str, Any]:
+def _run_stock(lm: Model, name: str, loaded: Any, settings: dict[str, Any], files: Evaluation) -> dict[str, Any]:
     from . import harness
 
     metric = harness.isolate_code(name, loaded)
-    lm.start(journal, progress)
     with harness.quiet():
         answer = harness.run(lm, loaded, limit=settings["limit"])
-    write_result(file.parent / "samples" / file.name, _samples(answer["samples"]))
+    files.write(files.samples, _samples(answer["samples"]))
     numbers = {part: _numbers(result) for part, result in answer["results"].items()}
     return {
         # Empty for a group that lm-eval has no mean for; its parts have theirs.

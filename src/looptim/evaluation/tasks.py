@@ -11,7 +11,7 @@ from ..data import TASKS, evaluate_exact_match
 from ..data.synthetic import knobs_of
 from ..data.tasks import STOP
 from ..generation import complete
-from .answers import Journal
+from .answers import Answers
 
 if TYPE_CHECKING:
     from .run import Subject
@@ -26,12 +26,12 @@ def settings(name: str, trained: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run(
-    name: str, subject: Subject, settings: dict[str, Any], journal: Journal, *, batch_size: int, progress: Progress
+    name: str, subject: Subject, settings: dict[str, Any], answers: Answers, *, batch_size: int, progress: Progress
 ) -> dict[str, Any]:
     """The share of held-out problems that the model completes exactly."""
     knobs, number = settings["knobs"], settings["limit"] or COUNT
-    answers = [TASKS[name].example("valid", 0, index, **knobs).answer for index in range(number)]
-    room = max(len(subject.tokenizer.encode(answer + STOP)) for answer in answers)
+    solutions = [TASKS[name].example("valid", 0, index, **knobs).answer for index in range(number)]
+    room = max(len(subject.tokenizer.encode(solution + STOP)) for solution in solutions)
     context = subject.model.config.max_length
     seen = {"requests": number, "cut": 0, "longest": 0}
 
@@ -39,18 +39,18 @@ def run(
         lengths = [len(subject.tokenizer.encode(prompt)) + room for prompt in prompts]
         seen.update(cut=sum(length > context for length in lengths), longest=max(lengths))
         fitting = {prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= context}
-        waiting = [prompt for prompt in prompts if prompt in fitting and prompt not in journal.answers]
-        progress.add(len(prompts), len(prompts) - len(waiting))
+        waiting = [prompt for prompt in prompts if prompt in fitting and prompt not in answers.known]
+        progress.expect(len(prompts), len(prompts) - len(waiting))
         for first in range(0, len(waiting), batch_size):
             some = waiting[first : first + batch_size]
             texts = complete(
                 subject.model, subject.tokenizer, some, max_new_tokens=room, batch_size=batch_size, loops=subject.loops
             )
             for prompt, text in zip(some, texts, strict=True):
-                journal.add(prompt, text)
-            progress.update(len(some))
-        # Half a problem has no answer.
-        return [journal.answers[prompt] if prompt in fitting else "" for prompt in prompts]
+                answers.add(prompt, text)
+            progress.advance(len(some))
+        # A problem that does not fit counts as wrong: asked for half of it, the model cannot know the answer.
+        return [answers.known[prompt] if prompt in fitting else "" for prompt in prompts]
 
     share = evaluate_exact_match(name, generate, count=number, knobs=knobs)
     error = math.sqrt(share * (1 - share) / (number - 1)) if number > 1 else None

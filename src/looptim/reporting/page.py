@@ -5,17 +5,15 @@ from __future__ import annotations
 import base64
 import html
 import math
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..base.files import sync
+from ..base.files import os_errors_as, write_together
+from ..rundir import Run
 from .plots import Picture
-from .runs import Run
 
 ABSENT = "–"
 
@@ -131,30 +129,8 @@ def document(title: str, parts: Sequence[str]) -> str:
 
 def write_report(out: Path, files: Mapping[str, bytes], *, figures: Sequence[str]) -> None:
     """Write the files of a report; of an earlier one, `figures` that are not among them go."""
-    try:
-        _write(out, files)
+    with os_errors_as(f"cannot write the report to {out}", "choose another folder"):
+        write_together(out, files)
         for name in figures:
             for stale in {f"{name}.png", f"{name}.svg"} - set(files):
                 (out / stale).unlink(missing_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"cannot write the report to {out}: {error.strerror or error}; choose another folder"
-        ) from None
-
-
-def _write(out: Path, files: Mapping[str, bytes]) -> None:
-    """All files aside first, then each renamed to its place, the page last; on failure nothing has changed."""
-    created = not out.exists()
-    out.mkdir(parents=True, exist_ok=True)
-    try:
-        with tempfile.TemporaryDirectory(prefix=".report-", dir=out) as aside:
-            for name, data in files.items():
-                (Path(aside) / name).write_bytes(data)
-                sync(Path(aside) / name)
-            for name in files:
-                (Path(aside) / name).replace(out / name)
-            sync(out)
-    except BaseException:
-        if created:
-            shutil.rmtree(out, ignore_errors=True)
-        raise

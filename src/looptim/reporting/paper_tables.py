@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ..data import TASKS
-from ..evaluation.answers import read
 from ..evaluation.averages import averages, scores
 from ..evaluation.suites import FLEXIBLE, ROWS
 from ..evaluation.tasks import COUNT
+from ..rundir import RunDir
 from .tables import Cell, Table
 
 PPL, LL, EM = ([row for row in ROWS if row.group == group] for group in ("PPL", "LL", "EM"))
@@ -61,14 +60,9 @@ def read_columns(folder: str | Path, name: str | None = None) -> list[Column]:
     folder = Path(folder)
     found: dict[int, list[dict[str, Any]]] = {}
     newest: dict[str, Any] = {}
-    # The newest last: its weights are those of the column.
-    for file in sorted((folder / "eval").glob("*.json"), key=lambda file: (file.stat().st_mtime_ns, file.name)):
-        record = read(file)
-        if record is None or not record.keys() >= {"task", "settings", "results", "samples", "notes"}:
-            raise ValueError(f"{file} is not a result of `looptim evaluate`; repair or remove it")
-        match = re.search(r"\.loops(\d+)", file.stem)
-        found.setdefault(int(match[1]) if match else 0, []).append(record)
-        newest = record
+    # The newest comes last: its weights are those of the column.
+    for loops, newest in RunDir(folder).evaluations():
+        found.setdefault(loops or 0, []).append(newest)
     name = name or folder.resolve().name
     weights = newest["settings"]["model"]["weights"] if newest else None
     columns = []

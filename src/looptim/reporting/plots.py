@@ -16,7 +16,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from .runs import Run
+from ..rundir import Run
 from .style import LINESTYLES, MUTED, PALE, RC, STEPS, styles_of
 
 SVG_LIMIT = 200_000

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..rundir import RunDir
 from .page import run_page, write_report
 from .paper_tables import tables_of
 from .plots import FIGURES, draw, render
@@ -24,7 +25,7 @@ def report(run_dirs: str | Path | Sequence[str | Path], out: str | Path | None =
     if out is None and len(folders) > 1:
         raise ValueError(f"a report of {len(folders)} runs needs a folder of its own; give one with out (--out DIR)")
     runs, tables = read_runs(folders), tables_of(folders)
-    out = folders[0] / "report" if out is None else Path(out)
+    out = RunDir(folders[0]).report if out is None else Path(out)
     pictures, files = render(lambda: draw(runs))
     files |= {f"tables.{suffix}": form(tables).encode() for suffix, form in FORMATS.items()} if tables else {}
     files["index.html"] = run_page(runs, pictures, files, html_text(tables)).encode()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import lzma
-import tempfile
 import zipfile
 import zlib
 from pathlib import Path
 
-from .grid import DIVERGED, answers_of, is_settled
+from ..base.files import whole_folder, write_whole
+from ..rundir import RunDir
+from .grid import answers_of, is_settled
 from .spec import Cell, Plan
 
 ARCHIVE = "runs.zip"
@@ -23,8 +24,8 @@ def pack(plan: Plan, runs: Path, archive: Path) -> bytes:
         if is_settled(cell, runs):
             # What was packed of it before goes: it may have been trained again, to another end.
             packed = {name: data for name, data in packed.items() if not name.startswith(f"{cell.name}/")}
-            there = [file for file in files_of(cell) if (runs / cell.name / file).is_file()]
-            packed |= {f"{cell.name}/{file}": (runs / cell.name / file).read_bytes() for file in there}
+            there = [file for file in files_of(cell, runs) if file.is_file()]
+            packed |= {file.relative_to(runs).as_posix(): file.read_bytes() for file in there}
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as zipped:
         for name, data in sorted(packed.items()):
@@ -37,27 +38,20 @@ def unpack(plan: Plan, archive: Path, runs: Path) -> None:
     """Put the runs of a study that `archive` has and `runs` has not there, each of them whole or not at all."""
     packed = _read(archive)
     for cell in plan.cells:
-        names = {f"{cell.name}/{file}" for file in files_of(cell)} & packed.keys()
-        if not names or (runs / cell.name).exists():
+        files = [file for file in files_of(cell, runs) if file.relative_to(runs).as_posix() in packed]
+        if not files or (runs / cell.name).exists():
             continue
-        runs.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".unpack-", dir=runs) as aside:
-            for name in names:
-                file = Path(aside, name)
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(packed[name])
-            try:
-                Path(aside, cell.name).rename(runs / cell.name)
-            except OSError:
-                # Another study that shares the folder may have been faster.
-                if not (runs / cell.name).exists():
-                    raise
+        # Another study that shares the folder may be faster, and what it puts there is the same.
+        with whole_folder(runs / cell.name) as aside:
+            for file in files:
+                write_whole(aside / file.relative_to(runs / cell.name), packed[file.relative_to(runs).as_posix()])
 
 
-def files_of(cell: Cell) -> list[str]:
+def files_of(cell: Cell, runs: Path) -> list[Path]:
     """The files of a run that its study is made from, if they are there."""
-    answers = answers_of(cell)
-    return ["config.toml", "env.json", "metrics.jsonl", DIVERGED, *([answers] if answers else [])]
+    run, answers = RunDir(runs / cell.name), answers_of(cell, runs)
+    files = [run.config_file, run.environment_file, run.metrics.path, run.diverged_file]
+    return [*files, *([answers] if answers else [])]
 
 
 def _read(archive: Path) -> dict[str, bytes]:

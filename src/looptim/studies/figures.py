@@ -12,8 +12,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from ..reporting.plots import Picture, axes_of, legend, log_scale, smooth
-from ..reporting.runs import Run
 from ..reporting.style import styles_of
+from ..rundir import Run
 from .measures import Estimate, Outcome, estimate, growth, paired
 from .spec import Plan
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import _thread
-import json
 import math
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,25 +15,19 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from .. import rundir
-from ..base.console import duration
-from ..base.files import write_whole
+from ..base.console import Progress
+from ..base.files import HeldError, write_whole
 from ..config import Config
 from ..evaluation import evaluate
 from ..evaluation.tasks import COUNT as PROBLEMS
-from ..training import checkpoint
+from ..rundir import RunDir, read_record
 from ..training.step import DivergedError
 from ..training.train import train
 from .spec import Cell, Plan
-
-DIVERGED = "diverged.txt"
-"""The file of a run that says why it came to no end."""
 
 
 def task_of(config: Config) -> str | None:
@@ -49,16 +41,16 @@ def is_finished(cell: Cell, runs: Path) -> bool:
 
     One that came without checkpoints, out of the archive of a study, has its last validation.
     """
-    folder = runs / cell.name
-    last = checkpoint.latest(folder)
-    record = _last_line(folder, "valid_loss") if last is None else checkpoint.read_record(last)
-    answers = answers_of(cell)
-    return record.get("step") == cell.config.train.steps and (answers is None or (folder / answers).is_file())
+    run = RunDir(runs / cell.name)
+    last = run.latest()
+    record = run.metrics.last("valid_loss") if last is None else read_record(last)
+    answers = answers_of(cell, runs)
+    return record.get("step") == cell.config.train.steps and (answers is None or answers.is_file())
 
 
 def divergence(cell: Cell, runs: Path) -> str | None:
     """Why a run came to no end: it would each time, so that it is not tried again."""
-    file = runs / cell.name / DIVERGED
+    file = RunDir(runs / cell.name).diverged_file
     return file.read_text() if file.is_file() else None
 
 
@@ -67,10 +59,10 @@ def is_settled(cell: Cell, runs: Path) -> bool:
     return is_finished(cell, runs) or divergence(cell, runs) is not None
 
 
-def answers_of(cell: Cell) -> str | None:
+def answers_of(cell: Cell, runs: Path) -> Path | None:
     """The file of a run that has its exact match, where it learns a task."""
     task = task_of(cell.config)
-    return task and f"eval/{task}.limit{PROBLEMS}.json"
+    return RunDir(runs / cell.name).evaluation(task, limit=PROBLEMS).result if task else None
 
 
 @contextmanager
@@ -97,7 +89,7 @@ def run_grid(plan: Plan, runs: Path, *, jobs: int, progress: bool) -> None:
     meter = Meter(plan, waiting, runs, show=progress)
     pool = ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_start_worker, initargs=(os.getpid(), threads, stop))
     try:
-        with meter:
+        with meter.progress:
             _follow(waiting, lambda cell: pool.submit(_run, cell, runs), meter)
     except BrokenProcessPool:
         raise ValueError(
@@ -119,7 +111,7 @@ def _follow(waiting: list[Cell], submit: Callable[[Cell], Future[None]], meter: 
             cell = futures.pop(future)
             try:
                 future.result()
-            except rundir.HeldError:
+            except HeldError:
                 # Another study that shares the run is at it, and what it does counts for us too: others come first.
                 futures[submit(cell)] = cell
                 continue
@@ -159,21 +151,21 @@ def _run(cell: Cell, runs: Path) -> None:
     if is_settled(cell, runs):
         # By another study that shares it, since this one looked.
         return
-    folder = runs / cell.name
+    run = RunDir(runs / cell.name)
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if _stop.is_set():
             raise KeyboardInterrupt
         # Asked before the data is opened, since a run that is held is asked for again and again.
-        with rundir.claimed(folder):
+        with run.claim():
             pass
-        train(cell.config, folder, resume=True, progress=False)
+        train(cell.config, run.path, resume=True, progress=False)
         task = task_of(cell.config)
         if task is not None:
-            _ask(task, folder)
+            _ask(task, run)
     except DivergedError as error:
-        write_whole(folder / DIVERGED, str(error))
-    except rundir.HeldError:
+        write_whole(run.diverged_file, str(error))
+    except HeldError:
         # Where all that is left is held, a study should not spend its time on asking.
         time.sleep(2)
         raise
@@ -186,9 +178,9 @@ def _run(cell: Cell, runs: Path) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _ask(task: str, folder: Path) -> None:
-    with rundir.claimed(folder):
-        evaluate(folder, tasks=[task], limit=PROBLEMS, batch_size=100, quiet=True)
+def _ask(task: str, run: RunDir) -> None:
+    with run.claim():
+        evaluate(run.path, tasks=[task], limit=PROBLEMS, batch_size=100, quiet=True)
 
 
 @final
@@ -196,67 +188,27 @@ class Meter:
     """How far the whole grid is, in FLOPs, since runs of different depth do not take equally long."""
 
     def __init__(self, plan: Plan, waiting: list[Cell], runs: Path, *, show: bool):
-        self.runs, self.show = runs, show
+        self.runs = runs
         self.cells = {cell.name: cell for cell in plan.cells}
         self.open = {cell.name for cell in waiting}
         self.cost = {cell.name: plan.flops(cell.variant) for cell in plan.cells}
-        self.total = sum(self.cost.values())
-        self.start, self.first = time.monotonic(), self._done()
-        self.bar: Progress | None = None
-
-    def __enter__(self) -> Meter:
-        if self.show and sys.stderr.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-            self.bar = Progress(*columns, console=Console(stderr=True, markup=False, highlight=False))
-            self.task = self.bar.add_task("", total=self.total)
-            self.bar.start()
-        elif self.show:
-            print(f"{len(self.cells) - len(self.open)} of {len(self.cells)} runs are done", file=sys.stderr)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self.bar is not None:
-            self.bar.stop()
+        self.progress = Progress(self._so_far(), sum(self.cost.values()), done=self._done(), show=show)
 
     def finished(self, cell: Cell) -> None:
         self.open.discard(cell.name)
-        if not self.show:
-            return
-        loss = _last_line(self.runs / cell.name, "valid_loss").get("valid_loss", math.nan)
+        self.progress.title = self._so_far()
+        loss = RunDir(self.runs / cell.name).metrics.last("valid_loss").get("valid_loss", math.nan)
         said = divergence(cell, self.runs) or f"validation loss {loss:.4f}"
-        line = f"{cell.variant}, seed {cell.seed}: {said} ({self._so_far()})"
-        self.bar.console.print(line) if self.bar else print(line, file=sys.stderr, flush=True)
+        self.progress.say(f"{cell.variant}, seed {cell.seed}: {said} ({self._so_far()})")
 
     def tick(self) -> None:
-        if self.bar is not None:
-            self.bar.update(self.task, completed=self._done(), description=self._so_far())
+        self.progress.advance(self._done() - self.progress.done)
 
     def _so_far(self) -> str:
-        done = self._done()
-        share, elapsed = done - self.first, time.monotonic() - self.start
-        left = f", {duration(elapsed * (self.total - done) / share)} left" if share > 0 and self.open else ""
-        return f"{len(self.cells) - len(self.open)} of {len(self.cells)} runs{left}"
+        return f"{len(self.cells) - len(self.open)} of {len(self.cells)} runs"
 
     def _done(self) -> float:
         return sum(cost * (self._trained(name) if name in self.open else 1.0) for name, cost in self.cost.items())
 
     def _trained(self, name: str) -> float:
-        return _last_line(self.runs / name, "loss").get("step", 0) / self.cells[name].config.train.steps
-
-
-def _last_line(folder: Path, key: str) -> dict[str, Any]:
-    """The last whole line of the metrics that has `key`; runs being trained are read while they write."""
-    try:
-        with (folder / "metrics.jsonl").open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 20_000))
-            lines = file.read().split(b"\n")[:-1]
-    except OSError:
-        return {}
-    for line in reversed(lines):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if key in record:
-            return record
-    return {}
+        return RunDir(self.runs / name).metrics.last("loss").get("step", 0) / self.cells[name].config.train.steps

@@ -13,10 +13,8 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import rundir
 from ..data import open_data
-from ..recipe import load_config
-from ..reporting.runs import Run, read_run
+from ..rundir import Run, RunDir, difference
 from .grid import answers_of, divergence, is_finished, is_settled, task_of
 from .spec import Cell, Plan
 
@@ -71,7 +69,7 @@ class Outcome:
 def check_runs(plan: Plan, runs: Path, *, progress: bool) -> None:
     """Open the data, if a run is missing, and look at the runs that are there, before hours go into others."""
     for cell in plan.cells:
-        _check_config(cell, runs / cell.name)
+        _check_config(cell, RunDir(runs / cell.name))
     if all(is_settled(cell, runs) for cell in plan.cells):
         return
     config = plan.cells[0].config
@@ -83,12 +81,13 @@ def check_runs(plan: Plan, runs: Path, *, progress: bool) -> None:
     outcomes(plan, runs, seen={_text(data): "the runs that are missing"})
 
 
-def _check_config(cell: Cell, folder: Path) -> None:
+def _check_config(cell: Cell, run: RunDir) -> None:
     """That a run is of the config whose name it has: a default of looptim may have changed since."""
-    written = folder / "config.toml"
-    changes = rundir.difference(load_config(written), cell.config) if written.is_file() else []
+    changes = difference(run.config(), cell.config) if run.config_file.is_file() else []
     if changes:
-        raise ValueError(f"the run {folder} has another config ({'; '.join(changes)}); give another --out (and --runs)")
+        raise ValueError(
+            f"the run {run.path} has another config ({'; '.join(changes)}); give another --out (and --runs)"
+        )
 
 
 def outcomes(plan: Plan, runs: Path, *, seen: Mapping[str, str] | None = None) -> list[Outcome]:
@@ -105,7 +104,7 @@ def outcomes(plan: Plan, runs: Path, *, seen: Mapping[str, str] | None = None) -
             continue
         try:
             run = _read(cell, runs)
-            data = _text(json.loads(run.files["env.json"])["data"])
+            data = _text(run.environment["data"])
             share = _exact_match(cell, runs)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
@@ -135,7 +134,7 @@ def _text(data: Mapping[str, Any]) -> str:
 
 def _read(cell: Cell, runs: Path) -> Run:
     """A finished run with all of its metrics, which, unlike its checkpoint, a power cut may have shortened."""
-    run, settings = read_run(runs / cell.name, f"{cell.variant}, seed {cell.seed}"), cell.config.train
+    run, settings = RunDir(runs / cell.name).read(f"{cell.variant}, seed {cell.seed}"), cell.config.train
     logged = [line["step"] for line in run.lines if "loss" in line]
     validated = [line["step"] for line in run.lines if "valid_loss" in line]
     if logged != [*range(settings.log_every, settings.steps, settings.log_every), settings.steps]:
@@ -146,10 +145,8 @@ def _read(cell: Cell, runs: Path) -> Run:
 
 
 def _exact_match(cell: Cell, runs: Path) -> float | None:
-    answers = answers_of(cell)
-    if answers is None:
-        return None
-    return json.loads((runs / cell.name / answers).read_text())["results"]["exact_match,none"]
+    answers = answers_of(cell, runs)
+    return None if answers is None else json.loads(answers.read_text())["results"]["exact_match,none"]
 
 
 def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate | None:

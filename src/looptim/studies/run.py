@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from ..base.files import write_whole
+from ..base.files import check_writable, claimed, write_whole
 from ..config import Config
 from ..reporting.page import document, embedded, write_report
 from ..reporting.plots import Picture, render
 from ..reporting.tables import FORMATS, Table, html_text
-from ..rundir import check_writable, claimed, difference
+from ..rundir import difference
 from .archive import ARCHIVE, pack, unpack
 from .figures import FIGURES, draw
 from .grid import run_grid, sigterm_as_ctrl_c
@@ -122,7 +122,7 @@ def _page(
 
 def _origins(found: Sequence[Outcome]) -> Iterator[str]:
     """A run is known by its config: that the code or the machine has changed between runs shows here."""
-    records = [json.loads(run.files["env.json"]) for outcome in found for run in outcome.runs.values()]
+    records = [run.environment for outcome in found for run in outcome.runs.values()]
     if not records:
         return
     for key in ("looptim", "commit", "torch", "python", "platform", "device", "threads"):

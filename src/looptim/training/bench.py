@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
+from ..base.console import Progress
 from ..config import Config, ModelConfig, TrainConfig
 from ..model import LoopedLM
 from ..model.count import Count, count
@@ -129,8 +127,12 @@ def rounds(variants: Mapping[str, Callable[[], Any]], repeats: int, device: str)
     """The seconds of each variant in each of `repeats` rounds, after one round to warm up."""
     for run in variants.values():
         _seconds(run, device)
-    turns = track(range(repeats), "measuring", console=Console(stderr=True), disable=not sys.stderr.isatty())
-    return [{name: _seconds(run, device) for name, run in variants.items()} for _ in turns]
+    times = []
+    with Progress("measuring", repeats) as progress:
+        for _ in range(repeats):
+            times.append({name: _seconds(run, device) for name, run in variants.items()})
+            progress.advance()
+    return times
 
 
 def medians(variants: Mapping[str, Callable[[], Any]], repeats: int, device: str) -> dict[str, float]:

@@ -11,11 +11,11 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol, final
 
 from ..base.choices import nearest
 from ..base.files import write_whole
+from ..rundir import RunDir
 
 PROJECT = "looptim"
 """The project under which trackio and wandb list the runs."""
@@ -33,10 +33,10 @@ class Sink(Protocol):
         ...
 
 
-def open_sinks(names: Sequence[str], *, run_dir: Path, config: Mapping[str, Any]) -> list[Sink]:
-    """The sinks called `names` for the run in `run_dir`; a resumed run continues where its dashboards are.
+def open_sinks(names: Sequence[str], run: RunDir, *, config: Mapping[str, Any]) -> list[Sink]:
+    """The sinks called `names` for a run; a resumed run continues where its dashboards are.
 
-    >>> open_sinks([], run_dir=Path("runs/nano"), config={})
+    >>> open_sinks([], RunDir("runs/nano"), config={})
     []
     """
     if isinstance(names, str):
@@ -45,7 +45,7 @@ def open_sinks(names: Sequence[str], *, run_dir: Path, config: Mapping[str, Any]
     sinks: list[Sink] = []
     try:
         for name, module in modules.items():
-            sinks.append(SINKS[name](module, Path(run_dir), dict(config)))
+            sinks.append(SINKS[name](module, run, dict(config)))
     except BaseException:
         for sink in sinks:
             sink.close()
@@ -79,9 +79,9 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, float]]:
 class Trackio:
     """A run of trackio, in its local database unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL say otherwise."""
 
-    def __init__(self, module: Any, run_dir: Path, config: dict[str, Any]):
+    def __init__(self, module: Any, run: RunDir, config: dict[str, Any]):
         self._module = module
-        name = f"{run_dir.resolve().name}-{_tracking_id(run_dir)}"
+        name = f"{run.path.resolve().name}-{_tracking_id(run)}"
         # It talks on stdout, which belongs to the command's own answer.
         with contextlib.redirect_stdout(sys.stderr):
             self._run: Any = module.init(
@@ -102,13 +102,13 @@ class Trackio:
 class Wandb:
     """A run of wandb, kept in the run's folder for `wandb sync` unless WANDB_MODE=online."""
 
-    def __init__(self, module: Any, run_dir: Path, config: dict[str, Any]):
+    def __init__(self, module: Any, run: RunDir, config: dict[str, Any]):
         self._run: Any = module.init(
             project=PROJECT,
-            name=run_dir.resolve().name,
-            id=_tracking_id(run_dir),
+            name=run.path.resolve().name,
+            id=_tracking_id(run),
             resume="allow",
-            dir=str(run_dir),
+            dir=str(run.path),
             config=config,
             mode=os.environ.get("WANDB_MODE", "offline"),
         )
@@ -126,8 +126,8 @@ class Wandb:
 class TensorBoard:
     """Event files in RUN/tensorboard."""
 
-    def __init__(self, module: Any, run_dir: Path, config: dict[str, Any]):
-        self._writer: Any = module.SummaryWriter(log_dir=str(run_dir / "tensorboard"))
+    def __init__(self, module: Any, run: RunDir, config: dict[str, Any]):
+        self._writer: Any = module.SummaryWriter(log_dir=str(run.tensorboard))
         # Indented by four, which tensorboard's Markdown shows as code.
         self._writer.add_text("config", "\n".join(f"    {name} = {value!r}" for name, value in config.items()))
 
@@ -141,7 +141,7 @@ class TensorBoard:
             self._writer = None
 
 
-SINKS: dict[str, Callable[[Any, Path, dict[str, Any]], Sink]] = {
+SINKS: dict[str, Callable[[Any, RunDir, dict[str, Any]], Sink]] = {
     "trackio": Trackio,
     "wandb": Wandb,
     "tensorboard": TensorBoard,
@@ -160,9 +160,9 @@ def _import(name: str) -> Any:
         raise ValueError(f"sink {name!r} cannot be imported ({error}); run `pip install {name}`") from None
 
 
-def _tracking_id(run_dir: Path) -> str:
+def _tracking_id(run: RunDir) -> str:
     """A name that moves and dies with the folder: two runs called `nano` differ, a resumed one is itself."""
-    path = run_dir / "tracking_id"
+    path = run.tracking_file
     if path.is_file() and (known := path.read_text().strip()):
         return known
     fresh = uuid.uuid4().hex[:8]

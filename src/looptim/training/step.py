@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -16,6 +15,7 @@ from ..data import Dataset
 from ..loop import Depth, Loop, trace
 from ..loop.depth import Fixed, PerSequence
 from ..model import IGNORE, LoopedLM, MoE, Output, balance_update
+from ..rundir import RunDir
 from . import distributed
 from .distributed import World
 from .optim import MuonAdamW, clip_gradients, learning_rate
@@ -27,11 +27,11 @@ class DivergedError(ValueError):
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Run:
+class TrainingState:
     """All that one process of a training run holds."""
 
     config: Config
-    folder: Path
+    folder: RunDir
     world: World
     data: Dataset
     model: LoopedLM
@@ -42,7 +42,7 @@ class Run:
         return self.config.train.batch_size * self.config.train.seq_len
 
 
-def update(run: Run, step: int) -> dict[str, Any]:
+def update(run: TrainingState, step: int) -> dict[str, Any]:
     """One optimizer update, from the global batch of `step`; what there is to log of it."""
     settings, optim, world = run.config.train, run.config.optim, run.world
     # All that is random in the forward depends on seed, step and rank alone, so that no generator needs saving.
@@ -64,7 +64,7 @@ def update(run: Run, step: int) -> dict[str, Any]:
     return {"loss": loss, "lr": lr, "grad_norm": norm.item(), **_balance(run, loads)}
 
 
-def _accumulate(run: Run, tokens: Tensor, targets: Tensor, step: int) -> tuple[float, dict[str, Tensor]]:
+def _accumulate(run: TrainingState, tokens: Tensor, targets: Tensor, step: int) -> tuple[float, dict[str, Tensor]]:
     """Gradients of the mean loss over the global batch, in micro-batches; the loss and the experts' loads."""
     settings, world = run.config.train, run.world
     total_targets = world.sum((targets != IGNORE).sum())
@@ -87,13 +87,13 @@ def _accumulate(run: Run, tokens: Tensor, targets: Tensor, step: int) -> tuple[f
     return world.sum(loss).item(), {name: world.sum(load) for name, load in loads.items()}
 
 
-def _pieces(run: Run, tokens: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _pieces(run: TrainingState, tokens: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
     """This process's rows in the micro-batches that its memory is for."""
     size = run.config.train.micro_batch or len(tokens)
     return list(zip(tokens.split(size), targets.split(size), strict=True))
 
 
-def _autocast(run: Run):
+def _autocast(run: TrainingState):
     bf16 = run.config.train.dtype == "bf16"
     return torch.autocast(run.world.device.type, torch.bfloat16) if bf16 else nullcontext()
 
@@ -120,7 +120,7 @@ def sample_loops(config: Config, step: int, rows: slice) -> Depth | None:
     return PerSequence(whole[rows], total=int(whole.max()))
 
 
-def _balance(run: Run, loads: dict[str, Tensor]) -> dict[str, Any]:
+def _balance(run: TrainingState, loads: dict[str, Tensor]) -> dict[str, Any]:
     """Move the router biases once, by the loads of the global batch; how unbalanced the experts were."""
     unbalanced = {}
     for name, load in loads.items():
@@ -138,7 +138,7 @@ def _balance(run: Run, loads: dict[str, Tensor]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def validate(run: Run) -> dict[str, Any]:
+def validate(run: TrainingState) -> dict[str, Any]:
     """The mean loss over the first validation batches, and what the loops do on the first rows of them."""
     settings, world = run.config.train, run.world
     rows = world.rows(settings.batch_size)

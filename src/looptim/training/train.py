@@ -15,20 +15,20 @@ from typing import Any, final
 
 import torch
 
-from .. import rundir
 from ..config import Config
 from ..data import Dataset, open_data
 from ..loop import Loop
 from ..loop.depth import Fixed
 from ..model import LoopedLM
 from ..model.count import count, training_flops
+from ..rundir import RunDir
 from . import checkpoint, distributed
 from .amx import guard_bf16
 from .distributed import World
 from .metrics import RunLog, environment
 from .optim import MuonAdamW, describe_groups, parameter_groups
 from .sinks import check_sinks
-from .step import Run, update, validate
+from .step import TrainingState, update, validate
 
 
 def train(config: Config, out: str | Path, *, resume: bool = False, force: bool = False, progress: bool = True) -> Path:
@@ -39,13 +39,13 @@ def train(config: Config, out: str | Path, *, resume: bool = False, force: bool 
     """
     if config.train.dtype == "bf16" and not torch.cuda.is_available():
         guard_bf16()
-    folder = Path(out)
+    folder = RunDir(out)
     world = distributed.start()
 
     def check() -> None:
         world.rows(config.train.batch_size)
         check_sinks(config.train.track)
-        rundir.check(folder, config, resume=resume, force=force)
+        folder.check(config, resume=resume, force=force)
         check_model(config)
 
     # All that can be known to fail is said now, once, not after hours of packing data.
@@ -57,16 +57,16 @@ def train(config: Config, out: str | Path, *, resume: bool = False, force: bool 
     with ExitStack() as held:
 
         def claim() -> None:
-            held.enter_context(rundir.claimed(folder))
+            held.enter_context(folder.claim())
             # Again: while the data was packed, another process may have come and gone.
-            rundir.check(folder, config, resume=resume, force=force)
+            folder.check(config, resume=resume, force=force)
 
         world.first_does(claim)
         first_step = _restore(run) if resume else 0
         with RunLog(folder, config, world, first_step=first_step, progress=progress) as log:
             # Of a run that is done, who made it stays on record.
             if world.first and first_step < config.train.steps:
-                rundir.record(folder, config, _environment(run), data.tokenizer)
+                folder.record(config, _environment(run), data.tokenizer)
             try:
                 _loop(run, log, first_step)
             except torch.OutOfMemoryError:
@@ -75,7 +75,7 @@ def train(config: Config, out: str | Path, *, resume: bool = False, force: bool 
                     f"{rows} sequences of {config.train.seq_len} tokens do not fit the memory at a time; set "
                     "train.micro_batch to fewer, or train.activation_checkpointing=true"
                 ) from None
-    return folder
+    return folder.path
 
 
 def _open(config: Config, *, progress: bool) -> Dataset:
@@ -92,14 +92,14 @@ def _open_together(config: Config, world: World, *, progress: bool) -> Dataset:
     return data
 
 
-def _prepare(config: Config, folder: Path, world: World, data: Dataset) -> Run:
+def _prepare(config: Config, folder: RunDir, world: World, data: Dataset) -> TrainingState:
     """Build everything; nothing is written."""
     model = distributed.build(config.model, world, seed=config.train.seed)
     model.checkpointing = config.train.activation_checkpointing
     if config.train.compile:
         model.compile_blocks()
     optimizer = MuonAdamW(parameter_groups(model, lr=config.optim.lr, weight_decay=config.optim.weight_decay))
-    return Run(config, folder, world, data, model, optimizer)
+    return TrainingState(config, folder, world, data, model, optimizer)
 
 
 def check_model(config: Config) -> None:
@@ -130,16 +130,16 @@ def _reads_input(loop: Loop) -> bool:
     return gradient is not None
 
 
-def _environment(run: Run) -> dict[str, Any]:
+def _environment(run: TrainingState) -> dict[str, Any]:
     groups = describe_groups(run.optimizer.param_groups)
     return {**environment(run.world), "data": run.data.fingerprint, "groups": groups}
 
 
-def _introduce(run: Run) -> None:
+def _introduce(run: TrainingState) -> None:
     """Say what is about to be trained, and which optimizer each parameter went to."""
     counted = count(run.config)
     print(
-        f"{run.folder}: {counted.name}, {sum(counted.parameters.values()):,} parameters "
+        f"{run.folder.path}: {counted.name}, {sum(counted.parameters.values()):,} parameters "
         f"({sum(counted.active.values()):,} active), {run.tokens_per_step:,} tokens an update",
         file=sys.stderr,
     )
@@ -148,9 +148,9 @@ def _introduce(run: Run) -> None:
         print(f"  {group['name']}: {group['kind']}, {size}, weight decay {group['weight_decay']:g}", file=sys.stderr)
 
 
-def _restore(run: Run) -> int:
+def _restore(run: TrainingState) -> int:
     """Load the last complete checkpoint, if there is one; the number of updates done."""
-    path = checkpoint.latest(run.folder)
+    path = run.folder.latest()
     if path is None:
         return 0
     decays = [group["weight_decay"] for group in run.optimizer.param_groups]
@@ -162,12 +162,12 @@ def _restore(run: Run) -> int:
     before, now = ({k: v for k, v in f.items() if k != "source"} for f in (record["data"], run.data.fingerprint))
     if before != now:
         raise ValueError(
-            f"the data of {run.folder} has changed since its checkpoint; give it the same data, or a new --out"
+            f"the data of {run.folder.path} has changed since its checkpoint; give it the same data, or a new --out"
         )
     return record["step"]
 
 
-def _loop(run: Run, log: RunLog, first_step: int) -> None:
+def _loop(run: TrainingState, log: RunLog, first_step: int) -> None:
     settings = run.config.train
     flops = training_flops(run.config)
     with StopRequest() as stop:
@@ -216,7 +216,7 @@ class StopRequest:
         return bool(world.sum(torch.tensor(int(bool(self.asked)), device=world.device)))
 
 
-def _save(run: Run, step: int) -> None:
+def _save(run: TrainingState, step: int) -> None:
     record = {"config": run.config.model_dump(mode="json"), "data": run.data.fingerprint, **environment(run.world)}
     checkpoint.save(run.folder, step, run.model, run.optimizer, record, run.world)
     if run.world.first:
