@@ -48,17 +48,19 @@ def test_a_total_that_nobody_knows(clock, capsys):
     assert capsys.readouterr().err == "reading: 1:05 so far\n"
 
 
-def test_a_terminal_has_a_bar_that_is_erased(clock, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "50")
+def test_a_terminal_has_a_bar_and_what_is_said_stays_above_it(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     with contextlib.redirect_stderr(terminal), Progress("reading", 4) as progress:
-        clock[0] = 1
-        progress.advance(1, "a text that is much longer than the terminal is wide")
-        progress.say("a line")
-    bar, line, rest = terminal.getvalue().split("\r\x1b[K")[1:]
-    assert bar.startswith("[#####...............] reading: 25%, a text") and len(bar) == 49
-    assert (line, rest) == ("a line\n", "")
+        progress.advance(1, "loss 2.5", left=61)
+        progress.say("a line [of] text")
+        assert sys.stderr is terminal
+    shown = terminal.getvalue()
+    assert "reading: 25%, loss 2.5, 1:01 left" in shown
+    assert "a line [of] text\n" in shown
+    # The bar goes when the work is done: the last thing written erases its line.
+    assert shown.rstrip().endswith("\x1b[2K")
 
 
 def test_the_answers_of_a_batch_come_after_the_time_of_all(clock, capsys):

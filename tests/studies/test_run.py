@@ -521,7 +521,7 @@ def last_validation(text):
     [
         ("metrics.jsonl", last_validation, "its metrics lack the last validation"),
         ("metrics.jsonl", lambda text: text.replace('"loss"', '"lost"', 1), "its metrics lack updates"),
-        ("metrics.jsonl", lambda text: text.replace("{", "", 1), "line 1 is not JSON"),
+        ("metrics.jsonl", lambda text: text.replace("{", "", 1), "line 1: it is not JSON"),
         ("env.json", lambda text: text[:99], "Unterminated|Expecting"),
         ("eval/addition.limit200.json", lambda text: "{}", "results"),
     ],

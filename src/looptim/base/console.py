@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any, final
 
-EVERY = {True: 0.2, False: 30.0}
-"""Seconds between two looks at the progress, on a terminal and elsewhere."""
-WIDTH = 20
-"""Characters of the bar."""
+EVERY = 30.0
+"""Seconds between two lines about progress where there is no terminal."""
 
 
 @final
@@ -26,17 +23,28 @@ class Progress:
         self.done = self.before = done
         # The stream there is now: evaluation silences libraries by replacing sys.stderr.
         self.stream = sys.stderr
-        self.terminal = self.stream.isatty()
         self.start = self.shown = time.monotonic()
+        self.bar: Any = None
 
     def __enter__(self) -> Progress:
-        if not self.terminal:
+        if self.show and self.stream.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, TextColumn
+            from rich.progress import Progress as Bar
+
+            # The bar must not take over the standard streams: what is printed meanwhile is the command's answer.
+            console = Console(file=self.stream, markup=False, highlight=False)
+            columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20))
+            self.bar = Bar(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
+            self.task = self.bar.add_task(self.title, total=self.total, completed=self.done)
+            self.bar.start()
+        else:
             self.say(self.title)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self.terminal:
-            self._print("", end="")
+        if self.bar is not None:
+            self.bar.stop()
 
     def expect(self, more: float, done: float = 0) -> None:
         """There is `more` to do, of which `done` was done before."""
@@ -48,34 +56,27 @@ class Progress:
         """Count what was done and show it if it is time to, or `now`; `left` seconds, if the caller knows them."""
         self.done += amount
         moment = time.monotonic()
-        if not now and moment - self.shown < EVERY[self.terminal]:
+        if not self.show or (self.bar is None and not now and moment - self.shown < EVERY):
             return
         self.shown = moment
         # The results of a batch come one by one after the time of all.
         fresh = max(self.batch, self.done - self.before)
         if left is None and self.total and fresh:
             left = (self.total - self.done) * (moment - self.start) / min(fresh, self.total - self.before)
-        elapsed = f"{duration(moment - self.start)} so far"
-        self._show([text, elapsed if left is None else f"{duration(left)} left"])
-
-    def _show(self, said: list[str]) -> None:
-        share = min(1.0, self.done / self.total) if self.total else None
-        percent = "" if share is None else f"{share:.0%}"
-        line = f"{self.title}: {', '.join(part for part in (percent, *said) if part)}"
-        if self.terminal:
-            bar = "" if share is None else f"[{'#' * int(share * WIDTH):.<{WIDTH}}] "
-            self._print(f"{bar}{line}"[: shutil.get_terminal_size().columns - 1], end="")
-        else:
+        time_text = f"{duration(moment - self.start)} so far" if left is None else f"{duration(left)} left"
+        percent = f"{min(1.0, self.done / self.total):.0%}" if self.total else ""
+        line = f"{self.title}: {', '.join(part for part in (percent, text, time_text) if part)}"
+        if self.bar is None:
             self.say(line)
+        else:
+            self.bar.update(self.task, description=line, completed=self.done, total=self.total)
 
     def say(self, text: str) -> None:
         """Print a line of its own, above the bar."""
-        self._print(text, end="\n")
-
-    def _print(self, text: str, end: str) -> None:
-        if self.show:
-            # What stood in the line before, a longer bar say, is erased.
-            print(f"\r\x1b[K{text}" if self.terminal else text, end=end, file=self.stream, flush=True)
+        if self.bar is not None:
+            self.bar.console.print(text, soft_wrap=True)
+        elif self.show:
+            print(text, file=self.stream, flush=True)
 
 
 def duration(seconds: float) -> str:

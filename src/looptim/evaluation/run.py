@@ -88,7 +88,8 @@ def evaluate(
                 results[name] = found
                 continue
             try:
-                results[name] = _run(name, subject, settings, lm, loaded.get(name), files, progress)
+                with progress:
+                    results[name] = _run(name, subject, settings, lm, loaded.get(name), files, progress)
             except KeyboardInterrupt:
                 progress.say(f"{progress.title}: stopped; the same command continues from here")
                 raise

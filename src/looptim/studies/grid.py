@@ -205,7 +205,7 @@ class Meter:
         self.progress.advance(self._done() - self.progress.done)
 
     def _so_far(self) -> str:
-        return f"{len(self.cells) - len(self.open)} of {len(self.cells)} runs"
+        return f"{len(self.cells) - len(self.open)} of {len(self.cells)} runs are done"
 
     def _done(self) -> float:
         return sum(cost * (self._trained(name) if name in self.open else 1.0) for name, cost in self.cost.items())
