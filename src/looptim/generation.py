@@ -46,7 +46,7 @@ def generate(
             torch.tensor([ids], device=device),
             attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=device),
             max_new_tokens=min(max_new_tokens, room),
-            use_cache=wrapped.caches,
+            use_cache=wrapped.model.caches,
             streamer=_Streamer(tokenizer, stream) if stream else None,
             eos_token_id=tokenizer.eos,
             pad_token_id=tokenizer.eos,
@@ -70,7 +70,7 @@ def complete(
     """Greedy continuations of many prompts, up to `stop`, left-padded in batches through the KV cache."""
     with _wrapped(model, loops) as wrapped:
         # A token shift suffers no padding on the left.
-        return _complete(wrapped, tokenizer, prompts, max_new_tokens, stop, 1 if wrapped.shifted else batch_size)
+        return _complete(wrapped, tokenizer, prompts, max_new_tokens, stop, 1 if wrapped.model.shifted else batch_size)
 
 
 def _complete(
@@ -90,7 +90,7 @@ def _complete(
             tokens,
             attention_mask=mask,
             max_new_tokens=min(max_new_tokens, _room(wrapped.looped, length)),
-            use_cache=wrapped.caches,
+            use_cache=wrapped.model.caches,
             do_sample=False,
             eos_token_id=sorted(ends),
             pad_token_id=tokenizer.eos,

@@ -75,8 +75,8 @@ def test_a_static_cache_decodes():
 def test_every_unrolled_layer_has_its_own_place_in_the_cache():
     model = wrapped()
     cache = model(tokens()).past_key_values
-    assert len(cache.layers) == len(model.slots) == model.config.num_hidden_layers == 8
-    assert [slot.layer_idx for slot in model.slots] == list(range(8))
+    assert len(cache.layers) == len(model.model.slots) == model.config.num_hidden_layers == 8
+    assert [slot.layer_idx for slot in model.model.slots] == list(range(8))
     assert not any(torch.equal(cache.layers[1].keys, layer.keys) for layer in cache.layers[3::2])
 
 
@@ -227,7 +227,7 @@ def test_a_projection_of_ones_own_that_mixes_tokens_is_decoded_without_a_cache(m
 
     monkeypatch.setitem(lo.PRESETS, "before", before)
     model = wrapped(loop={"preset": "before"})
-    assert not model.caches
+    assert not model.model.caches
     with pytest.raises(ValueError, match="use_cache=False"):
         model.generate(tokens(1, 8), **GREEDY)
 

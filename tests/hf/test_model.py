@@ -304,7 +304,7 @@ def test_loading_with_more_loops_runs_the_same_weights_longer(tmp_path):
     model.save_pretrained(tmp_path)
     for loops in (1, 2, 6):
         longer = AutoModelForCausalLM.from_pretrained(tmp_path, loops=loops)
-        assert longer.config.num_hidden_layers == len(longer.slots) == 2 + 2 * loops
+        assert longer.config.num_hidden_layers == len(longer.model.slots) == 2 + 2 * loops
         assert_same(longer(tokens()).logits, model.looped(tokens(), depth=Fixed(loops)))
         longer.save_pretrained(tmp_path / str(loops))
         assert LoopedForCausalLM.from_pretrained(tmp_path / str(loops)).config.loops == loops
@@ -315,7 +315,7 @@ def test_a_live_model_changes_its_loops():
     for loops in (5, 1, None):
         model.set_loops(loops)
         assert_same(model(tokens()).logits, model.looped(tokens(), depth=loops and Fixed(loops)))
-        assert [slot.layer_idx for slot in model.slots] == list(range(model.config.num_hidden_layers))
+        assert [slot.layer_idx for slot in model.model.slots] == list(range(model.config.num_hidden_layers))
 
 
 def test_loops_that_cannot_be_changed_are_refused(tmp_path):
@@ -324,7 +324,7 @@ def test_loops_that_cannot_be_changed_are_refused(tmp_path):
     message = "operloop has loop-specific parameters for 3 steps and cannot run 2"
     with pytest.raises(ValueError, match=message):
         model.set_loops(2)
-    assert model.config.loops is None and len(model.slots) == 8
+    assert model.config.loops is None and len(model.model.slots) == 8
     model.config.loops = 2
     with pytest.raises(ValueError, match=r"config.loops was changed to 2; call set_loops\(2\)"):
         model(tokens())
@@ -339,10 +339,10 @@ def test_loops_that_cannot_be_changed_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layout": "1-3x3-1"}, "missing .such as looped.blocks.4"),
-        ({"layout": "1-1x3-1"}, "unknown .such as looped.blocks.3"),
-        ({"num_experts": 8}, "of another shape .such as looped.blocks.1.feedforward.bias"),
-        ({"loop": {"preset": "hyperloop"}}, "missing .such as looped.loops.0.*unknown .such as looped.loops.0"),
+        ({"layout": "1-3x3-1"}, "missing .such as model.blocks.4"),
+        ({"layout": "1-1x3-1"}, "unknown .such as model.blocks.3"),
+        ({"num_experts": 8}, "of another shape .such as model.blocks.1.feedforward.bias"),
+        ({"loop": {"preset": "hyperloop"}}, "missing .such as model.loops.0.*unknown .such as model.loops.0"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_one_sentence(change, message, tmp_path):

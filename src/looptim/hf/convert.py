@@ -1,22 +1,35 @@
-"""Whether weights in files fit a model, known before anything is allocated."""
+"""The names of weights in files: what they were called before, and whether they fit a model."""
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 
 from safetensors import safe_open
+from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_utils import PreTrainedModel
+
+OLD_NAMES = {"looped.head.": "lm_head.", "looped.embedding.": "model.embed_tokens.", "looped.": "model."}
+"""How names begin in exports of the time when a child `looped` held the whole model, and how they begin now."""
+
+
+def renamings() -> list[WeightRenaming]:
+    """`OLD_NAMES` for the loading of transformers, made anew for each: they remember what they renamed."""
+    return [WeightRenaming("^" + old.replace(".", r"\."), new) for old, new in OLD_NAMES.items()]
 
 
 def check_fit(model: PreTrainedModel, files: list[str]) -> None:
-    """A ValueError unless the files have exactly the tensors of the model, in name and shape."""
+    """A ValueError unless the files have exactly the tensors of the model, in name and shape; a body has no head."""
     if not files or not all(file.endswith(".safetensors") for file in files):
         return
+    here = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     there: dict[str, tuple[int, ...]] = {}
     for file in files:
         with safe_open(file, framework="pt") as tensors:
-            there |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    here = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+            for name in tensors.keys():  # noqa: SIM118
+                there[_name_in_model(name, here)] = tuple(tensors.get_slice(name).get_shape())
+    if model.base_model is model:
+        there.pop("lm_head.weight", None)
     faults = {
         "missing": sorted(here.keys() - there.keys() - model.all_tied_weights_keys.keys()),
         "unknown": sorted(there.keys() - here.keys()),
@@ -28,3 +41,11 @@ def check_fit(model: PreTrainedModel, files: list[str]) -> None:
             f"the weights in {Path(files[0]).parent} do not fit the config: {', '.join(listed)}; "
             "load them with the config they were saved with"
         )
+
+
+def _name_in_model(name: str, known: Container[str]) -> str:
+    """What a weight of a file is called in a model, which may be the body or have one."""
+    for old, new in OLD_NAMES.items():
+        if name.startswith(old):
+            name = new + name.removeprefix(old)
+    return next((each for each in (name, name.removeprefix("model."), f"model.{name}") if each in known), name)

@@ -1,60 +1,54 @@
-"""`LoopedLM` as a model of transformers."""
+"""`LoopedLM` as a model of transformers: a body, `model`, and a head, `lm_head`."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sliding_window_overlay
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from ..loop import Loop
-from ..loop.depth import Fixed
-from ..model import AttentionKind, Head, Layout, LoopedLM, MoEStats, auxiliary_loss
+from ..loop.depth import Depth, Fixed, PerSequence
+from ..model import AttentionKind, Head, Layout, LoopedBody, LoopedLM, auxiliary_loss
 from .config import LoopedConfig
-from .convert import check_fit
-from .slots import AttentionSlot
+from .convert import check_fit, renamings
+from .slots import AttentionSlot, make_masks, make_positions
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
-class LoopedModel(PreTrainedModel):
-    """`LoopedLM` under transformers, up to the coda's norm. `looped` is the model, and has all the weights."""
+class LoopedPreTrainedModel(PreTrainedModel):
+    """What the body alone and the model with a head have in common."""
 
     config: LoopedConfig
     config_class = LoopedConfig
-    base_model_prefix = ""
+    base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_flash_attn = True
     _supports_attention_backend = True
     # A loop hands its state on to itself and masks to its blocks, out of sight of hooks that would move them.
-    _no_split_modules = ["LoopedLM"]  # noqa: RUF012
+    _no_split_modules = ["LoopedModel"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     # The router's biases move in steps that bf16 cannot hold.
     _keep_in_fp32_modules_strict = ["feedforward.bias"]  # noqa: RUF012
-    _tied_weights_keys = {"looped.head.weight": "looped.embedding.weight"}  # noqa: RUF012
 
-    def __init__(self, config: LoopedConfig, looped: LoopedLM | None = None):
-        super().__init__(config)
-        self.looped = LoopedLM(config.to_model_config()) if looped is None else looped
-        for tensor in (*self.looped.parameters(), *self.looped.buffers()):
-            cast(Any, tensor)._is_hf_initialized = not tensor.is_meta
-        self.gradient_checkpointing = False
-        self.slots = self._build_slots(config.loops)
-        self.post_init()
+    _parts: ClassVar[Mapping[str, str]] = {}
+    """Children that are parts of a looptim model, and their names there."""
 
     @classmethod
     def from_looped(cls, looped: LoopedLM, *, loops: int | None = None, **kwargs: Any):
-        """A wrapper around `looped` itself, whose weights are shared, not copied; `kwargs` go to the config.
+        """A wrapper around `looped`, whose weights are shared, not copied; `kwargs` go to the config.
 
         With fewer `loops` it is the assistant of the full model, for exact self-speculative decoding.
         """
@@ -64,19 +58,112 @@ class LoopedModel(PreTrainedModel):
 
     def set_loops(self, loops: int | None) -> None:
         """Run a shared transition `loops` times from now on; None is what the layout says."""
-        self.slots = self._build_slots(loops)
-        self.config.loops = loops
+        self.set_depth(None if loops is None else Fixed(loops))
 
-    def _build_slots(self, loops: int | None) -> nn.ModuleList:
-        if loops is not None:
-            if not self.looped.loops:
-                raise ValueError(f"layout {self.config.layout!r} has no looped segment, so loops={loops} cannot be set")
-            for loop in self.looped.loops:
-                Fixed(loops).count_steps(cast(Loop, loop), 1)
-        self._loops = loops
-        config = self.looped.config if loops is None else self.looped.config.with_loops(loops)
+    def set_depth(self, depth: Depth | None) -> None:
+        """Run every loop as deep as `depth` says from now on; None is what the layout says.
+
+        A saved config has the largest number of loops. A cache that was filled at another depth cannot be used again.
+        """
+        self.config.loops = cast(LoopedModel, self.base_model).build_slots(depth)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        # Resizing, PEFT and vLLM replace children, and the body has to run what they put here.
+        if name in self._parts:
+            setattr(self.body, self._parts[name], value)
+
+    @property
+    def body(self) -> LoopedBody:
+        """The model of looptim that runs the parts."""
+        return cast(LoopedModel, self.base_model)._body
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        embedding = super().resize_token_embeddings(*args, **kwargs)
+        self.body.config = self.config.to_model_config()
+        return embedding
+
+    def _set_gradient_checkpointing(self, enable: bool = True, **ignored: Any) -> None:
+        cast(LoopedModel, self.base_model).gradient_checkpointing = self.body.checkpointing = enable
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Initialize only what a checkpoint lacks: a looptim model has its initial weights as soon as it is built."""
+        body = self.body
+        tensors = dict(body.named_parameters()) | dict(body.named_buffers())
+        # transformers marks what a checkpoint brought.
+        done = {
+            name for name, tensor in tensors.items() if tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)
+        }
+        lacking = tensors.keys() - done
+        if lacking:
+            with torch.device("cpu"):
+                fresh = type(body)(body.config).state_dict()
+            for name in lacking & fresh.keys():
+                tensors[name].copy_(fresh[name])
+
+    @staticmethod
+    def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, **kwargs: Any):
+        # Here the files are known and nothing is allocated yet. An adapter says which weights it expects.
+        whole = state_dict is None and not kwargs.get("expected_keys") and not load_config.is_quantized
+        if whole and not load_config.ignore_mismatched_sizes:
+            check_fit(model, checkpoint_files or [])
+        given = load_config.weight_mapping or []
+        load_config = dataclasses.replace(load_config, weight_mapping=[*given, *renamings()])
+        loaded = PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, **kwargs)
+        # What transformers finds here it reverts when it saves, and an old export is saved under the names of today.
+        model._weight_conversions = [used for used in getattr(model, "_weight_conversions", ()) if used in given]
+        return loaded
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Nothing: transformers would copy this file into every saved folder, where the shim is."""
+
+
+@dataclass
+class LoopedModelOutput(BaseModelOutputWithPast):
+    """The output of the body, and the auxiliary loss of its MoE layers without its coefficient."""
+
+    aux_loss: Float[Tensor, ""] | None = None
+
+
+class LoopedModel(LoopedPreTrainedModel):
+    """The body: embedding, prelude, loop, coda, norm. Its children are the parts of `body`, which runs them."""
+
+    _parts = {"embed_tokens": "embedding", "loops": "loops", "blocks": "blocks", "norm": "norm"}  # noqa: RUF012
+
+    _keys_to_ignore_on_load_unexpected = ["^lm_head"]  # noqa: RUF012
+
+    _body: LoopedBody
+
+    def __init__(self, config: LoopedConfig, body: LoopedBody | None = None):
+        super().__init__(config)
+        body = LoopedBody(config.to_model_config()) if body is None else body
+        # As a child it would bring every weight a second time, under another name.
+        self.__dict__["_body"] = body
+        for name, part in self._parts.items():
+            setattr(self, name, getattr(body, part))
+        for tensor in (*body.parameters(), *body.buffers()):
+            # A marked meta tensor cannot be registered again under `init_empty_weights`, by which vLLM builds models.
+            if not tensor.is_meta:
+                cast(Any, tensor)._is_hf_initialized = True
+        self.gradient_checkpointing = False
+        self.build_slots(None if config.loops is None else Fixed(config.loops))
+        self.post_init()
+
+    def build_slots(self, depth: Depth | None) -> int | None:
+        """Make a slot for every layer that is run at this depth, and return how many loops it runs at most."""
+        loops = None
+        if depth is not None:
+            if not self.body.loops:
+                raise ValueError(f"layout {self.config.layout!r} has no looped segment, so {depth} cannot be set")
+            batch = len(depth.counts) if isinstance(depth, PerSequence) else 1
+            loops = max(depth.count_steps(cast(Loop, loop), batch) for loop in self.body.loops)
+        config = self.body.config if loops is None else self.body.config.with_loops(loops)
         layers = Layout.of(config).layers
-        return nn.ModuleList(AttentionSlot(self.config, i, layer.attention) for i, layer in enumerate(layers))
+        self.slots = nn.ModuleList(AttentionSlot(self.config, i, layer.attention) for i, layer in enumerate(layers))
+        self._depth, self._loops = depth, loops
+        return loops
 
     @can_return_tuple
     def forward(
@@ -87,60 +174,30 @@ class LoopedModel(PreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Float[Tensor, "B T d"] | None = None,
         use_cache: bool | None = None,
-        **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
-        """The normed output of the coda."""
-        hidden, _, rest = self._run(
-            input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
-        return BaseModelOutputWithPast(last_hidden_state=cast(Any, hidden), **rest)
-
-    def _run(
-        self,
-        input_ids: Int[Tensor, "B T"] | None = None,
-        *,
-        attention_mask: Any = None,
-        position_ids: Int[Tensor, "*B T"] | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Float[Tensor, "B T d"] | None = None,
-        use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, list[tuple[int, MoEStats]], dict[str, Any]]:
-        """The normed output of the coda, what the MoE layers tell, and the fields that every output has."""
-        if self.config.loops != self._loops:
-            raise ValueError(f"config.loops was changed to {self.config.loops}; call set_loops({self.config.loops})")
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds, and not both")
+    ) -> LoopedModelOutput:
+        """The normed output of the coda. `kwargs` reach the attention of every layer."""
+        self._check_call(attention_mask)
         # Continuous batching brings its own cache.
         use_cache = self._resolve_cache(use_cache, kwargs.get("cache") if past_key_values is None else past_key_values)
-        if self.shifted and isinstance(attention_mask, Tensor) and not attention_mask[..., 0].all():
-            raise ValueError(
-                "with token_shift=True the first token would read its padding; pad on the right, or not at all"
-            )
-        if inputs_embeds is None:
-            assert input_ids is not None
-            self.looped.check_vocabulary(input_ids)
-            inputs_embeds = cast(Tensor, self.looped.embedding(input_ids))
+        h = self._embed(input_ids, inputs_embeds)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        masks = self._masks(inputs_embeds, attention_mask, position_ids, past_key_values)
+        masks = make_masks(self.config, self.kinds, h, attention_mask, position_ids, past_key_values)
         if position_ids is None:
-            position_ids = _positions(inputs_embeds, attention_mask, past_key_values)
+            position_ids = make_positions(h, attention_mask, past_key_values)
         self._check_length(position_ids)
-        wants = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        states: list[Tensor] | None = [inputs_embeds] if wants else None
-        wants = self.config.output_attentions if output_attentions is None else output_attentions
-        # Attention that cannot give its weights gives None, with the warning of transformers.
-        weights: list[Tensor] | None = [] if wants else None
-        kwargs = kwargs | {"output_attentions": True} if wants else kwargs
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
+        if output_attentions:
+            # Attention that cannot give its weights gives None, with the warning of transformers.
+            kwargs["output_attentions"] = True
+        states: list[Tensor] = [h]
+        weights: list[Tensor] = []
         attend = [
             functools.partial(
                 slot,
@@ -148,34 +205,63 @@ class LoopedModel(PreTrainedModel):
                 # Flash attention sees packed sequences by their positions.
                 position_ids=position_ids,
                 past_key_values=past_key_values,
-                weights=weights,
+                weights=weights if output_attentions else None,
                 **kwargs,
             )
             for slot in cast("list[AttentionSlot]", self.slots)
         ]
-        observe = None if states is None else states.append
-        depth = None if self.config.loops is None else Fixed(self.config.loops)
-        hidden, stats = self.looped.hidden(
-            inputs_embeds, positions=position_ids, attend=attend, depth=depth, observe=observe
-        )
-        rest = {
-            "past_key_values": past_key_values if use_cache else None,
+        observe = states.append if output_hidden_states else None
+        h, stats = self.body.hidden(h, positions=position_ids, attend=attend, depth=self._depth, observe=observe)
+        return LoopedModelOutput(
+            last_hidden_state=cast(Any, h),
+            past_key_values=past_key_values if use_cache else None,
             # As everywhere in transformers, the last state is the normed one.
-            "hidden_states": None if states is None else (*states[:-1], hidden),
-            "attentions": None if weights is None else tuple(weights),
-        }
-        return hidden, stats, rest
+            hidden_states=cast(Any, (*states[:-1], h)) if output_hidden_states else None,
+            attentions=cast(Any, tuple(weights)) if output_attentions else None,
+            aux_loss=auxiliary_loss(stats),
+        )
+
+    @property
+    def kinds(self) -> set[AttentionKind]:
+        """The kinds of attention there are."""
+        return {cast(AttentionKind, slot.kind) for slot in self.slots}
+
+    def _check_call(self, attention_mask: Any) -> None:
+        if self.config.loops != self._loops:
+            raise ValueError(f"config.loops was changed to {self.config.loops}; call set_loops({self.config.loops})")
+        if self.shifted and isinstance(attention_mask, Tensor) and not attention_mask[..., 0].all():
+            raise ValueError(
+                "with token_shift=True the first token would read its padding; pad on the right, or not at all"
+            )
+
+    def _embed(
+        self, input_ids: Int[Tensor, "B T"] | None, inputs_embeds: Float[Tensor, "B T d"] | None
+    ) -> Float[Tensor, "B T d"]:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds, and not both")
+        if inputs_embeds is not None:
+            return inputs_embeds
+        assert input_ids is not None
+        self.body.check_vocabulary(input_ids)
+        return self.body.embedding(input_ids)
+
+    def _check_length(self, position_ids: Tensor) -> None:
+        # On a GPU the check would wait for the device.
+        if position_ids.device.type == "cpu" and not torch.compiler.is_compiling() and position_ids.numel():
+            length, limit = int(position_ids.max()) + 1, self.config.max_position_embeddings
+            if length > limit:
+                raise ValueError(f"the sequence has {length} tokens, but max_position_embeddings is {limit}")
 
     def _resolve_cache(self, use_cache: bool | None, past_key_values: Any) -> bool:
         """Whether to cache; refused where it is asked for and would be wrong."""
-        shifted, narrow, recomputed = self.shifted, self._narrow, self.looped.checkpointing and torch.is_grad_enabled()
+        recomputed = self.body.checkpointing and torch.is_grad_enabled()
         asked = past_key_values is not None or bool(use_cache)
-        if shifted and asked:
+        if self.shifted and asked:
             raise ValueError(
                 "a transition with token_shift=True reads the state of the token before, which no KV cache holds; "
                 "pass use_cache=False"
             )
-        if narrow and asked:
+        if self._narrow and asked:
             raise ValueError("the caches of transformers do not hold a window of 1 token; pass use_cache=False")
         if recomputed and past_key_values is not None:
             raise ValueError(
@@ -183,7 +269,7 @@ class LoopedModel(PreTrainedModel):
                 "call gradient_checkpointing_disable() or leave past_key_values out"
             )
         default = self.config.use_cache and not self.training
-        return (default if use_cache is None else use_cache) and not (shifted or narrow or recomputed)
+        return (default if use_cache is None else use_cache) and self.caches and not recomputed
 
     @property
     def caches(self) -> bool:
@@ -193,108 +279,30 @@ class LoopedModel(PreTrainedModel):
     @property
     def shifted(self) -> bool:
         """Whether a token reads the state of the one before, which padding on the left would change."""
-        return any(getattr(module, "mixes_tokens", False) for module in self.looped.loops.modules())
+        return any(getattr(module, "mixes_tokens", False) for module in self.body.loops.modules())
 
     @property
     def _narrow(self) -> bool:
         return self.config.sliding_window == 1 and any(slot.sliding_window for slot in self.slots)
 
-    def _masks(
-        self,
-        inputs_embeds: Tensor,
-        attention_mask: Any,
-        position_ids: Tensor | None,
-        past_key_values: Cache | None,
-    ) -> Mapping[str, Any]:
-        """The mask of each kind of layer. `generate` and continuous batching come with masks already made."""
-        if isinstance(attention_mask, Mapping):
-            return attention_mask
-        return {
-            kind.name: _mask_of(kind)(
-                config=self.config,
-                inputs_embeds=inputs_embeds,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                position_ids=position_ids,
-            )
-            for kind in {cast(AttentionKind, slot.kind) for slot in self.slots}
-        }
 
-    def create_masks_for_generate(
-        self, *, inputs_embeds: Tensor, attention_mask: Any, past_key_values: Cache | None, **others: Any
-    ) -> Mapping[str, Any]:
-        """The masks of a compiled decode step, which `generate` makes outside of it."""
-        return self._masks(inputs_embeds, attention_mask, others.get("position_ids"), past_key_values)
+class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
+    """The body and its head: generation, Trainer, PEFT, lm-eval."""
 
-    def _check_length(self, position_ids: Tensor) -> None:
-        # On a GPU the check would wait for the device.
-        if position_ids.device.type == "cpu" and not torch.compiler.is_compiling() and position_ids.numel():
-            length, limit = int(position_ids.max()) + 1, self.config.max_position_embeddings
-            if length > limit:
-                raise ValueError(f"the sequence has {length} tokens, but max_position_embeddings is {limit}")
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _parts = {"lm_head": "head"}  # noqa: RUF012
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.looped.embedding
+    def __init__(self, config: LoopedConfig, looped: LoopedLM | None = None):
+        super().__init__(config)
+        looped = LoopedLM(config.to_model_config()) if looped is None else looped
+        self.model = LoopedModel(config, looped)
+        self.lm_head = looped.head
+        self.post_init()
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.looped.embedding = cast(nn.Embedding, value)
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.looped.head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        self.looped.head = cast(Head, new_embeddings)
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        embedding = super().resize_token_embeddings(*args, **kwargs)
-        self.looped.config = self.config.to_model_config()
-        return embedding
-
-    def _get_resized_lm_head(self, old_lm_head: Any, new_num_tokens: int | None = None, **options: Any) -> Any:
-        # transformers resizes linear layers only.
-        linear = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False, device="meta")
-        linear.weight = old_lm_head.weight
-        resized = super()._get_resized_lm_head(linear, new_num_tokens, **options)
-        with torch.device("meta"):
-            head = Head(self.config.hidden_size, vocab_size=resized.weight.shape[0], chunk=old_lm_head.chunk)
-        head.weight = cast(nn.Parameter, resized.weight)
-        # Or a later post_init would take it for a weight that no checkpoint brought.
-        cast(Any, head.weight)._is_hf_initialized = True
-        return head
-
-    def _set_gradient_checkpointing(self, enable: bool = True, **ignored: Any) -> None:
-        self.gradient_checkpointing = self.looped.checkpointing = enable
-
-    @torch.no_grad()
-    def initialize_weights(self) -> None:
-        """Only what a checkpoint lacks: a `LoopedLM` is initialised as it is built, part by part."""
-        tensors = dict(self.looped.named_parameters()) | dict(self.looped.named_buffers())
-        # transformers marks what a checkpoint brought.
-        done = {
-            name for name, tensor in tensors.items() if tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)
-        }
-        lacking = tensors.keys() - done
-        if lacking:
-            with torch.device("cpu"):
-                fresh = LoopedLM(self.looped.config).state_dict()
-            for name in lacking & fresh.keys():
-                tensors[name].copy_(fresh[name])
-
-    @staticmethod
-    def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, **kwargs: Any):
-        # Here the files are known and nothing is allocated yet. An adapter says what it expects.
-        whole = state_dict is None and not kwargs.get("expected_keys") and not load_config.is_quantized
-        if whole and not load_config.ignore_mismatched_sizes:
-            check_fit(model, checkpoint_files or [])
-        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, **kwargs)
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
-        """Nothing: transformers would copy this file into every saved folder, where the shim is."""
-
-
-class LoopedForCausalLM(LoopedModel, GenerationMixin):
-    """`LoopedLM` under transformers, with its head: generation, Trainer, PEFT, lm-eval."""
+    @property
+    def looped(self) -> LoopedLM:
+        """The same weights as a model of looptim."""
+        return cast(LoopedLM, self.body)
 
     @can_return_tuple
     def forward(
@@ -310,40 +318,45 @@ class LoopedForCausalLM(LoopedModel, GenerationMixin):
         **kwargs: Any,
     ) -> MoeCausalLMOutputWithPast:
         """Logits in fp32; with `labels`, the next-token loss, in training plus the weighted auxiliary loss."""
-        hidden, stats, rest = self._run(
+        seen = self.model(
             input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.looped.head(hidden[:, kept])
-        loss = aux_loss = None
+        logits = self.lm_head(seen.last_hidden_state[:, kept])
+        loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-            aux_loss = auxiliary_loss(stats)
-            if aux_loss is not None and self.training:
-                loss = loss + self.config.router_aux_loss_coef * aux_loss
-        return MoeCausalLMOutputWithPast(loss=loss, aux_loss=cast(Any, aux_loss), logits=logits, **rest)
+            if seen.aux_loss is not None and self.training:
+                loss = loss + self.config.router_aux_loss_coef * seen.aux_loss
+        return MoeCausalLMOutputWithPast(
+            loss=loss,
+            aux_loss=None if labels is None else seen.aux_loss,
+            logits=logits,
+            past_key_values=seen.past_key_values,
+            hidden_states=seen.hidden_states,
+            attentions=seen.attentions,
+        )
 
+    def create_masks_for_generate(
+        self, *, inputs_embeds: Tensor, attention_mask: Any, past_key_values: Cache | None, **others: Any
+    ) -> Mapping[str, Any]:
+        """The masks of a compiled decode step, which `generate` makes outside of it."""
+        positions = others.get("position_ids")
+        return make_masks(self.config, self.model.kinds, inputs_embeds, attention_mask, positions, past_key_values)
 
-def _mask_of(kind: AttentionKind) -> Callable[..., Any]:
-    """What makes the mask of a kind of layer."""
-    if kind.name == "sliding_attention":
-        return create_sliding_window_causal_mask
-    if kind.window is None:
-        return create_causal_mask
-    # The caches of transformers know one window; a layer with another is cached whole.
-    return functools.partial(create_causal_mask, and_mask_function=sliding_window_overlay(kind.window))
-
-
-def _positions(inputs_embeds: Tensor, attention_mask: Any, past_key_values: Cache | None) -> Int[Tensor, "*B T"]:
-    """Where the new tokens stand: padding on the left does not count."""
-    length = inputs_embeds.shape[1]
-    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-        return (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
-    past = 0 if past_key_values is None else past_key_values.get_seq_length()
-    return (torch.arange(length, device=inputs_embeds.device) + past).unsqueeze(0)
+    def _get_resized_lm_head(self, old_lm_head: Any, *args: Any, **options: Any) -> Any:
+        resized = super()._get_resized_lm_head(old_lm_head, *args, **options)
+        # transformers makes a plain Linear of it, whose logits would not be in fp32.
+        with torch.device("meta"):
+            head = Head(resized.in_features, vocab_size=resized.out_features, chunk=old_lm_head.chunk)
+        head.weight = cast(nn.Parameter, resized.weight)
+        # Or a later post_init would take it for a weight that no checkpoint brought.
+        cast(Any, head.weight)._is_hf_initialized = True
+        return head

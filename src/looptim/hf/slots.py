@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sliding_window_overlay
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..model import AttentionKind
 from .config import LoopedConfig
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int
 
 
 def eager_attention(
@@ -46,7 +49,11 @@ class AttentionSlot(nn.Module):
         self.kind = kind
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = config.head_dim**-0.5
-        self.sliding_window = kind.window
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The keys a query sees. The one window that transformers knows is read from the config, as its masks do."""
+        return self.config.sliding_window if self.kind.name == "sliding_attention" else self.kind.window
 
     def forward(
         self,
@@ -77,7 +84,51 @@ class AttentionSlot(nn.Module):
         )
         if weights is not None:
             weights.append(seen)
-        return y.transpose(1, 2)
+        # Attention of transformers returns (batch, length, heads, dim), that of vLLM (tokens, heads * dim).
+        batch, _, length, dim = query.shape
+        return y.reshape(batch, length, -1, dim).transpose(1, 2)
 
     def extra_repr(self) -> str:
         return f"{self.layer_idx}, {self.kind.name}"
+
+
+def make_masks(
+    config: LoopedConfig,
+    kinds: Iterable[AttentionKind],
+    inputs_embeds: Tensor,
+    attention_mask: Any,
+    position_ids: Tensor | None,
+    past_key_values: Cache | None,
+) -> Mapping[str, Any]:
+    """The mask of each kind of layer. `generate` and continuous batching come with masks already made."""
+    if isinstance(attention_mask, Mapping):
+        return attention_mask
+    return {
+        kind.name: _mask_of(kind)(
+            config=config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+        for kind in kinds
+    }
+
+
+def _mask_of(kind: AttentionKind) -> Callable[..., Any]:
+    """What makes the mask of a kind of layer."""
+    if kind.name == "sliding_attention":
+        return create_sliding_window_causal_mask
+    if kind.window is None:
+        return create_causal_mask
+    # The caches of transformers know one window; a layer with another is cached whole.
+    return functools.partial(create_causal_mask, and_mask_function=sliding_window_overlay(kind.window))
+
+
+def make_positions(inputs_embeds: Tensor, attention_mask: Any, past_key_values: Cache | None) -> Int[Tensor, "*B T"]:
+    """Where the new tokens stand: padding on the left does not count."""
+    length = inputs_embeds.shape[1]
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+        return (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
+    past = 0 if past_key_values is None else past_key_values.get_seq_length()
+    return (torch.arange(length, device=inputs_embeds.device) + past).unsqueeze(0)
