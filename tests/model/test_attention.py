@@ -1,13 +1,15 @@
 """Attention against an explicit mask over all pairs."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from looptim.model import Attention, CausalSlot, apply_rope, causal_attention, rope_table
-from looptim.model.attention import flex_window_attention
+from looptim.model import Attention, apply_rope, causal_attention, document_starts, rope_table
+from looptim.model.attention import flex_masked_attention, visible
 
 LENGTHS_AND_WINDOWS = [
     (1, None), (9, None), (1, 1), (1, 4), (5, 1), (3, 8), (8, 8), (9, 8), (33, 32), (40, 8),
@@ -99,13 +101,59 @@ def test_no_mask_over_all_pairs():
     assert largest.numel < length * length / 50
 
 
-def test_flex_attention_has_the_same_window():
-    q, k, v = (t.detach().float() for t in random_qkv(200, dim=16, batch=1))
+# Rows of documents of many lengths: shorter and longer than the window, one token, the whole row.
+LENGTHS = [[1, 40, 3, 3, 53], [100], [99, 1], [8, 7, 9, 8, 68]]
+DOCUMENTS = torch.stack([torch.repeat_interleave(torch.arange(len(row)) % 3, torch.tensor(row)) for row in LENGTHS])
+
+
+@pytest.mark.parametrize("window", [None, 1, 8, 32, 100])
+def test_documents_attend_as_if_each_were_alone(window):
+    qkv = random_qkv(100, batch=4)
+    y = causal_attention(*qkv, window=window, starts=document_starts(DOCUMENTS))
+    expected = torch.cat(
+        [
+            torch.cat(
+                [naive(*part, window) for part in zip(*(t[b : b + 1].split(row, 2) for t in qkv), strict=True)], 2
+            )
+            for b, row in enumerate(LENGTHS)
+        ]
+    )
+    torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-12)
+    upstream = torch.randn_like(y)
+    for got, want in zip(
+        torch.autograd.grad(y, qkv, upstream), torch.autograd.grad(expected, qkv, upstream), strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+def test_documents_take_no_mask_over_all_pairs_and_cost_what_they_see():
+    length, starts = 2048, document_starts(torch.arange(2048).unsqueeze(0) // 256)
+    qkv = random_qkv(length, heads=2, kv_heads=1, dim=4, batch=1, dtype=torch.float32)
+    for window in (None, 32):
+        with LargestTensor() as largest:
+            causal_attention(*qkv, window=window, starts=starts).sum().backward()
+        assert largest.numel < length * length / 50
+
+
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("documents", [False, True])
+def test_flex_attention_composes_the_same_masks(window, documents):
+    q, k, v = (t.detach().float() for t in random_qkv(100, dim=16, batch=4))
+    starts = document_starts(DOCUMENTS) if documents else None
+    expected = causal_attention(q, k, v, window=window, starts=starts)
     # Uncompiled it runs anywhere; on a GPU the compiled kernel takes the same mask.
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(torch.compiler, "is_compiling", lambda: True)
-        y = flex_window_attention(q, k, v, 37)
-    torch.testing.assert_close(y, naive(q, k, v, 37), rtol=1e-4, atol=1e-5)
+        y = flex_masked_attention(q, k, v, window=window, starts=starts)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_masks_compose():
+    starts = document_starts(torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]]))
+    place = torch.arange(8)
+    square = visible(3, starts)(torch.tensor(0), torch.tensor(0), place[:, None], place[None, :])
+    seen = [row.nonzero().flatten().tolist() for row in square]
+    assert seen == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [4], [4, 5], [4, 5, 6], [5, 6, 7]]
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
@@ -121,7 +169,7 @@ def test_attention_module(qk_norm):
         q = q / (q.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (1 + attention.q_norm.gain)
         k = k / (k.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (1 + attention.k_norm.gain)
     expected = naive(apply_rope(q, *rope), apply_rope(k, *rope), v, 4).transpose(1, 2).reshape(2, 9, 24)
-    torch.testing.assert_close(attention(x, CausalSlot(4), rope), expected @ attention.o.weight.T)
+    torch.testing.assert_close(attention(x, partial(causal_attention, window=4), rope), expected @ attention.o.weight.T)
     names = {"q.weight", "k.weight", "v.weight", "o.weight"}
     assert set(attention.state_dict()) == (names | {"q_norm.gain", "k_norm.gain"} if qk_norm else names)
 

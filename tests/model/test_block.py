@@ -1,13 +1,19 @@
 """The block: residuals, causality, one compilation for all its visits."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from looptim.model import Attention, Block, CausalSlot, MoE, SwiGLU, rope_table
+from looptim.model import Attention, Block, MoE, SwiGLU, causal_attention, rope_table
 
 WIDTH, LENGTH = 16, 24
+
+
+def attend_5(q, k, v):
+    return causal_attention(q, k, v, window=5)
 
 
 def make_block(*, moe=True, visits=1, dtype=torch.float32):
@@ -30,7 +36,7 @@ def rms_normalised(x, norm):
 
 @pytest.mark.parametrize("moe", [False, True])
 def test_is_two_prenorm_residuals(moe):
-    block, (x, rope), slot = make_block(moe=moe, dtype=torch.float64), inputs(torch.float64), CausalSlot(5)
+    block, (x, rope), slot = make_block(moe=moe, dtype=torch.float64), inputs(torch.float64), attend_5
     y, stats = block(x, slot, rope)
     middle = x + block.attention(rms_normalised(x, block.attention_norm), slot, rope)
     added = block.feedforward(rms_normalised(middle, block.feedforward_norm))
@@ -46,14 +52,16 @@ def test_causal_by_gradient(window):
     block, (x, rope) = make_block(dtype=torch.float64), inputs(torch.float64)
     x.requires_grad_()
     for i in (0, 7, LENGTH - 1):
-        (grad,) = torch.autograd.grad(block(x, CausalSlot(window), rope)[0][:, i].square().sum(), x)
+        (grad,) = torch.autograd.grad(
+            block(x, partial(causal_attention, window=window), rope)[0][:, i].square().sum(), x
+        )
         seen = grad.abs().sum((0, 2)).nonzero().flatten().tolist()
         assert seen == list(range(0 if window is None else max(0, i - window + 1), i + 1))
 
 
 def test_every_parameter_gets_a_gradient():
     block, (x, rope) = make_block(), inputs()
-    y, stats = block(x, CausalSlot(), rope)
+    y, stats = block(x, causal_attention, rope)
     (y.square().sum() + stats.aux_loss.sum()).backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in block.parameters())
 
@@ -61,9 +69,9 @@ def test_every_parameter_gets_a_gradient():
 def test_checkpointed_block_counts_once():
     block, (x, rope) = make_block(), inputs()
     x.requires_grad_()
-    y, stats = block(x, CausalSlot(5), rope)
+    y, stats = block(x, attend_5, rope)
     (want,) = torch.autograd.grad(y.square().sum(), x)
-    y, again = checkpoint(block, x, CausalSlot(5), rope, use_reentrant=False)
+    y, again = checkpoint(block, x, attend_5, rope, use_reentrant=False)
     (got,) = torch.autograd.grad(y.square().sum(), x)
     assert torch.equal(again.load, stats.load)
     torch.testing.assert_close(got, want)
@@ -80,8 +88,8 @@ def test_one_compilation_for_all_slots_and_visits(visits, as_visit):
     compiled = torch.compile(block, fullgraph=True, backend=counter)
     wanted = [x, *block.parameters()]
     for visit in range(3):
-        y, stats = compiled(x, CausalSlot(5), rope, as_visit(visit))
-        expected, expected_stats = block(x, CausalSlot(5), rope, visit)
+        y, stats = compiled(x, attend_5, rope, as_visit(visit))
+        expected, expected_stats = block(x, attend_5, rope, visit)
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
         assert torch.equal(stats.load, expected_stats.load)
         assert stats.load.sum(0).argmax() == min(visit, visits - 1)
@@ -95,16 +103,16 @@ def test_inductor_equals_eager():
     torch._dynamo.reset()
     block, (x, rope) = make_block(), inputs()
     with torch.no_grad():
-        y, stats = torch.compile(block, fullgraph=True)(x, CausalSlot(), rope)
-        expected, expected_stats = block(x, CausalSlot(), rope)
+        y, stats = torch.compile(block, fullgraph=True)(x, causal_attention, rope)
+        expected, expected_stats = block(x, causal_attention, rope)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(stats.load, expected_stats.load)
 
 
 def test_bf16():
     block, (x, rope) = make_block(moe=False), inputs()
-    expected, _ = block(x, CausalSlot(5), rope)
-    y, _ = block.bfloat16()(x.bfloat16(), CausalSlot(5), rope)
+    expected, _ = block(x, attend_5, rope)
+    y, _ = block.bfloat16()(x.bfloat16(), attend_5, rope)
     y.sum().backward()
     assert y.dtype == torch.bfloat16
     assert (y.float() - expected).norm() < 0.03 * expected.norm()

@@ -1,6 +1,6 @@
 """The looped language model and the parts of its backbone, each usable alone."""
 
-from .attention import Attend, Attention, CausalSlot, causal_attention
+from .attention import Attend, Attention, causal_attention, document_starts
 from .block import Block
 from .head import IGNORE, Head
 from .layout import ATTENTION, AttentionKind, LayerSpec, Layout
@@ -16,7 +16,6 @@ __all__ = [
     "Attention",
     "AttentionKind",
     "Block",
-    "CausalSlot",
     "Experts",
     "Head",
     "LayerSpec",
@@ -34,5 +33,6 @@ __all__ = [
     "auxiliary_loss",
     "balance_update",
     "causal_attention",
+    "document_starts",
     "rope_table",
 ]

@@ -1,9 +1,10 @@
-"""Grouped-query causal attention, full or sliding, through the slot of an unrolled layer."""
+"""Grouped-query causal attention, full or in a window, across a sequence or inside its documents."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -15,10 +16,11 @@ from .norm import RMSNorm
 from .rope import apply_rope
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int
     from torch.nn.attention.flex_attention import BlockMask
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""The slot of an unrolled layer: what attends with its queries, keys and values."""
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -29,10 +31,12 @@ def causal_attention(
     v: Float[Tensor, "batch kv_heads length dim"],
     *,
     window: int | None = None,
+    starts: Int[Tensor, "batch length"] | None = None,
 ) -> Float[Tensor, "batch heads length dim"]:
-    """Causal softmax attention; with a window the cost grows with length * window.
+    """Causal softmax attention; with a window the cost grows with length * window, with documents by document.
 
-    y_i = sum_j softmax_j(q_i . k_j / sqrt(dim)) v_j over i - window < j <= i (all j <= i without a window).
+    y_i = sum_j softmax_j(q_i . k_j / sqrt(dim)) v_j over all j <= i, of which a window leaves i - window < j, and
+    documents leave starts_i <= j (see `document_starts`).
 
     >>> x = torch.randn(1, 2, 5, 4)
     >>> torch.equal(causal_attention(x, x, x, window=1), x)
@@ -46,12 +50,40 @@ def causal_attention(
         raise ValueError(
             f"got {q.shape[2]} queries and {k.shape[2]} keys: with a cache, attend through a slot of its own."
         )
-    if window is None or window >= q.shape[2]:
+    if window is not None and window >= q.shape[2]:
+        window = None
+    if window is None and starts is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    # Its kernels take heads of 16 or more.
+    # The kernels of FlexAttention take heads of 16 or more.
     if q.is_cuda and HAS_TRITON and q.dtype != torch.float64 and q.shape[-1] >= 16:
-        return flex_window_attention(q, k, v, window)
+        return flex_masked_attention(q, k, v, window=window, starts=starts)
+    if starts is not None:
+        return attention_by_document(q, k, v, window=window, starts=starts)
+    assert window is not None
     return blocked_window_attention(q, k, v, window)
+
+
+def document_starts(documents: Int[Tensor, "batch length"]) -> Int[Tensor, "batch length"]:
+    """Where the document of each token begins, for ids that change where another document does.
+
+    >>> document_starts(torch.tensor([[7, 7, 3, 3, 3, 4]]))
+    tensor([[0, 0, 2, 2, 2, 5]])
+    """
+    places = torch.arange(documents.shape[1], device=documents.device)
+    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
+    return (places * begins).cummax(1).values
+
+
+# A compiler would make new code for every set of lengths.
+@torch.compiler.disable
+def attention_by_document(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, starts: Tensor) -> Tensor:
+    """Attention inside each document, one after the other: what a mask would hide is not computed."""
+    first = starts == torch.arange(starts.shape[1], device=starts.device)
+    ends = [*first.flatten().nonzero().flatten().tolist(), first.numel()]
+    lengths = [end - start for start, end in itertools.pairwise(ends)]
+    parts = zip(*(t.transpose(1, 2).flatten(0, 1).split(lengths) for t in (q, k, v)), strict=True)
+    y = [causal_attention(*(t.transpose(0, 1).unsqueeze(0) for t in part), window=window) for part in parts]
+    return torch.cat(y, dim=2).squeeze(0).unflatten(1, (len(q), -1)).transpose(0, 1)
 
 
 def blocked_window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
@@ -77,15 +109,19 @@ def blocked_window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Te
     return torch.cat([first, rest[:, :, : length - window]], dim=2)
 
 
-def flex_window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+def flex_masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, starts: Tensor | None = None
+) -> Tensor:
     """The same through FlexAttention, which has a backward on a GPU only."""
     from torch.nn.attention.flex_attention import flex_attention
 
     # A compiler traces through caches: it gets the functions themselves.
-    if torch.compiler.is_compiling():
-        attend, mask = flex_attention, window_block_mask(q.shape[2], window, q.device)
+    compiling = torch.compiler.is_compiling()
+    attend = flex_attention if compiling else compiled_flex_attention()
+    if compiling or starts is not None:
+        mask = block_mask(q.shape[2], window, q.device, starts)
     else:
-        attend, mask = compiled_flex_attention(), cached_block_mask(q.shape[2], window, q.device)
+        mask = cached_block_mask(q.shape[2], window, q.device)
     y = attend(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     assert isinstance(y, Tensor)
     return y
@@ -98,34 +134,34 @@ def compiled_flex_attention() -> Callable:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def window_block_mask(length: int, window: int, device: torch.device) -> BlockMask:
+def visible(window: int | None = None, starts: Int[Tensor, "batch length"] | None = None) -> Callable[..., Tensor]:
+    """Which keys a query sees, as a mask function of FlexAttention: masks that are given compose by `and`."""
+    from torch.nn.attention.flex_attention import and_masks
+
+    masks: list[Callable[..., Tensor]] = [lambda batch, head, query, key: key <= query]
+    if window is not None:
+        masks.append(lambda batch, head, query, key: key > query - window)
+    if starts is not None:
+        masks.append(lambda batch, head, query, key: key >= starts[batch, query])
+    return and_masks(*masks)
+
+
+def block_mask(length: int, window: int | None, device: torch.device, starts: Tensor | None = None) -> BlockMask:
+    """The blocks of scores that FlexAttention computes."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (key > query - window)
-
-    return create_block_mask(visible, None, None, length, length, device=device)
+    if starts is None:
+        return create_block_mask(visible(window), None, None, length, length, device=device)
+    # Uncompiled, the mask function of a whole batch would fill a tensor of batch * length * length.
+    alone = not torch.compiler.is_compiling()
+    return create_block_mask(visible(window, starts), len(starts), None, length, length, device=device, _compile=alone)
 
 
 @functools.lru_cache(maxsize=64)
-def cached_block_mask(length: int, window: int, device: torch.device) -> BlockMask:
+def cached_block_mask(length: int, window: int | None, device: torch.device) -> BlockMask:
     # A mask first made under inference_mode could not be saved for a later backward.
     with torch.inference_mode(False):
-        return window_block_mask(length, window, device)
-
-
-class CausalSlot(nn.Module):
-    """The place where one unrolled layer attends in training: no weights, no cache."""
-
-    def __init__(self, window: int | None = None) -> None:
-        super().__init__()
-        self.window = window
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return causal_attention(q, k, v, window=self.window)
-
-    def extra_repr(self) -> str:
-        return f"window={self.window}"
+        return block_mask(length, window, device)
 
 
 class Attention(nn.Module):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ..config import ModelConfig
 from ..loop import Depth, Loop, build
 from ..loop.depth import Fixed
-from .attention import Attend, Attention, CausalSlot
+from .attention import Attend, Attention, causal_attention
 from .block import Block
 from .head import IGNORE, Head
 from .layout import LayerSpec, Layout
@@ -183,7 +183,7 @@ class LoopedBody(nn.Module):
         kinds = dict.fromkeys(layer.attention for layer in layers)
         rope = {kind: rope_table(positions, kind.rotary_width, kind.theta, dtype=dtype) for kind in kinds}
         if attend is None:
-            slots = {kind: CausalSlot(kind.window) for kind in kinds}
+            slots = {kind: partial(causal_attention, window=kind.window) for kind in kinds}
             attend = [slots[layer.attention] for layer in layers]
         assert len(attend) == len(layers)
         # As tensors, so that a compiled block takes the visit as data and is compiled once for all of them.
