@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ..config import ModelConfig
 from ..loop import Depth, Loop, build
 from ..loop.depth import Fixed
-from .attention import Attend, Attention, causal_attention
+from .attention import Attend, Attention, causal_attention, document_starts
 from .block import Block
 from .head import IGNORE, Head
 from .layout import LayerSpec, Layout
@@ -25,23 +25,22 @@ from .rope import rope_table
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-Rope = tuple[Tensor, Tensor]
-
 
 class Visit(NamedTuple):
-    """One unrolled layer of a running forward: which block, through which slot, at which positions, for which time."""
+    """One unrolled layer of a running forward: which block, through which slot, at which positions."""
 
-    block: Block
+    block: int
     attend: Attend
-    rope: Rope
-    visit: Tensor
+    rope: tuple[Tensor, Tensor]
+    number: Tensor
+    """How often the block was visited before."""
 
 
 class Output(NamedTuple):
     """What a training step needs of a forward."""
 
     loss: Float[Tensor, ""]
-    """The language-modelling loss plus the weighted auxiliary loss."""
+    """The language-modeling loss plus the weighted auxiliary loss."""
     cross_entropy: Float[Tensor, ""]
     loads: dict[str, Int[Tensor, "visits experts"]]
     """Tokens per expert, by the name of the MoE layer, a row per visit: what the router biases are balanced with."""
@@ -65,7 +64,7 @@ class LoopedBody(nn.Module):
             )
         seed = _draw_seed() if seed is None else seed
         self.config = config
-        # Transitions first: a wrong preset or option is found before anything large is allocated.
+        # Transitions come first, so that a wrong preset or option is found before anything large is allocated.
         self.loops = nn.ModuleList(
             _seeded(seed, f"loops.{i}", lambda s=segment: _build_loop(config, s.loops))
             for i, segment in enumerate(s for s in config.segments if s.loops is not None)
@@ -120,6 +119,7 @@ class LoopedBody(nn.Module):
         *,
         positions: Int[Tensor, "*B T"] | None = None,
         attend: Sequence[Attend] | None = None,
+        documents: Int[Tensor, "B T"] | None = None,
         depth: Depth | None = None,
         grad_loops: int | None = None,
         observe: Callable[[Tensor], None] | None = None,
@@ -128,68 +128,87 @@ class LoopedBody(nn.Module):
 
         A sequence that waits for its first loop is not in the stats: nothing comes of its visit.
 
-        `attend` has one slot per unrolled layer, in order: what a KV cache hangs on. `depth` and `grad_loops` are
+        `attend` has one slot per unrolled layer, in order: what a KV cache hangs on. `documents` numbers the document
+        of each token: attention then stays inside of it, and positions begin with it. `depth` and `grad_loops` are
         `depth` and `grad_steps` of every loop. `observe` is given the output of every unrolled layer.
         """
-        config = self.config
-        if depth is not None:
-            if not self.loops:
-                raise ValueError(f"layout {config.layout!r} has no looped segment, so {depth} cannot be run")
-            config = config.with_loops(depth.count_steps(cast(Loop, self.loops[0]), len(h)))
+        layout = Layout.of(self._with_depth(depth, len(h)))
+        visits = iter(self._visits(layout, h, positions, attend, documents))
+        loops = iter(cast("list[Loop]", list(self.loops)))
         stats: list[tuple[int, MoEStats]] = []
-
-        def run(h: Tensor, layers: Sequence[tuple[LayerSpec, Visit]], seen: list[tuple[int, MoEStats]]) -> Tensor:
-            # Block by block: only the inputs of blocks are kept, and one block at a time is recomputed.
-            recompute = self.checkpointing and torch.is_grad_enabled()
-            for layer, (block, attend, rope, visit) in layers:
-                if recompute:
-                    h, s = checkpoint(block, h, attend, rope, visit, use_reentrant=False)
-                else:
-                    h, s = block(h, attend, rope, visit)
-                # Here, outside of what is recomputed, a visit is counted and seen once.
-                if s is not None:
-                    seen.append((layer.block, s))
-                if observe is not None:
-                    observe(h)
-            return h
-
-        remaining = self._visits(config, h, positions, attend)
-        loop_of_segment = iter(self.loops)
-        for segment in config.segments:
-            if segment.loops is None:
-                layers, remaining = remaining[: segment.blocks], remaining[segment.blocks :]
-                h = run(h, layers, stats)
-                continue
-            K, R = segment.blocks, segment.loops
-            layers, remaining = remaining[: K * R], remaining[K * R :]
-            loop = cast(Loop, next(loop_of_segment))
-            seen: list[list[tuple[int, MoEStats]]] = [[] for _ in range(R)]
-            blocks = [partial(run, layers=layers[i * K : (i + 1) * K], seen=seen[i]) for i in range(R)]
-            h, state = loop(h, blocks, depth=depth or Fixed(R), grad_steps=grad_loops, return_state=True)
-            for live, visits in zip(state.live, seen, strict=False):
-                if isinstance(live, Tensor):
-                    visits = [(block, MoEStats(s.load[live], s.aux_loss[live])) for block, s in visits]
-                stats += visits
+        for segment in layout.segments:
+            seen: list[list[tuple[int, MoEStats]]] = [[] for _ in segment.steps]
+            steps = [
+                partial(self._run, visits=[next(visits) for _ in layers], stats=into, observe=observe)
+                for layers, into in zip(segment.steps, seen, strict=True)
+            ]
+            if segment.looped:
+                policy = depth or Fixed(len(steps))
+                h, state = next(loops)(h, steps, depth=policy, grad_steps=grad_loops, return_state=True)
+                # What a sequence computes while it waits, or after it has left, is not counted.
+                seen = [_of_the_live(some, live) for some, live in zip(seen, state.live, strict=False)]
+            else:
+                h = steps[0](h)
+            stats += [each for some in seen for each in some]
         return self.norm(h), stats
 
+    def _with_depth(self, depth: Depth | None, batch: int) -> ModelConfig:
+        """The config with as many loops as `depth` runs."""
+        if depth is None:
+            return self.config
+        if not self.loops:
+            raise ValueError(f"layout {self.config.layout!r} has no looped segment, so {depth} cannot be run")
+        return self.config.with_loops(depth.count_steps(cast(Loop, self.loops[0]), batch))
+
+    def _run(
+        self,
+        h: Tensor,
+        *,
+        visits: Sequence[Visit],
+        stats: list[tuple[int, MoEStats]],
+        observe: Callable[[Tensor], None] | None,
+    ) -> Tensor:
+        """Some unrolled layers after each other; what their MoE layers tell goes into `stats`."""
+        # Recomputation is block by block: only the inputs of blocks are kept, and one block at a time is run again.
+        recompute = self.checkpointing and torch.is_grad_enabled()
+        for visit in visits:
+            block = cast(Block, self.blocks[visit.block])
+            if recompute:
+                h, seen = checkpoint(block, h, visit.attend, visit.rope, visit.number, use_reentrant=False)
+            else:
+                h, seen = block(h, visit.attend, visit.rope, visit.number)
+            # A visit is counted and seen here, outside of what is recomputed, so that it is once.
+            if seen is not None:
+                stats.append((visit.block, seen))
+            if observe is not None:
+                observe(h)
+        return h
+
     def _visits(
-        self, config: ModelConfig, h: Tensor, positions: Tensor | None, attend: Sequence[Attend] | None
-    ) -> list[tuple[LayerSpec, Visit]]:
+        self,
+        layout: Layout,
+        h: Tensor,
+        positions: Tensor | None,
+        attend: Sequence[Attend] | None,
+        documents: Tensor | None,
+    ) -> list[Visit]:
         """Every unrolled layer, with all its block is called with."""
-        layers = Layout.of(config).layers
+        layers = layout.layers
+        starts = None if documents is None else document_starts(documents)
         if positions is None:
             positions = torch.arange(h.shape[1], device=h.device)
+            positions = positions if starts is None else positions - starts
         dtype = torch.promote_types(h.dtype, torch.float32)
         kinds = dict.fromkeys(layer.attention for layer in layers)
         rope = {kind: rope_table(positions, kind.rotary_width, kind.theta, dtype=dtype) for kind in kinds}
         if attend is None:
-            slots = {kind: partial(causal_attention, window=kind.window) for kind in kinds}
+            slots = {kind: partial(causal_attention, window=kind.window, starts=starts) for kind in kinds}
             attend = [slots[layer.attention] for layer in layers]
         assert len(attend) == len(layers)
-        # As tensors, so that a compiled block takes the visit as data and is compiled once for all of them.
-        visits = torch.arange(max(layer.visit for layer in layers) + 1, device=h.device).unbind()
+        # The number of a visit is a tensor, so that a compiled block takes it as data and is compiled once for all.
+        numbers = torch.arange(max(layout.visits), device=h.device).unbind()
         return [
-            (layer, Visit(cast(Block, self.blocks[layer.block]), slot, rope[layer.attention], visits[layer.visit]))
+            Visit(layer.block, slot, rope[layer.attention], numbers[layer.visit])
             for layer, slot in zip(layers, attend, strict=True)
         ]
 
@@ -227,6 +246,7 @@ class LoopedLM(LoopedBody):
         tokens: Int[Tensor, "B T"],
         targets: Int[Tensor, "B T"],
         *,
+        documents: Int[Tensor, "B T"] | None = None,
         depth: Depth | None = None,
         grad_loops: int | None = None,
     ) -> Output:
@@ -236,7 +256,7 @@ class LoopedLM(LoopedBody):
             given = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
             raise ValueError(f"targets must have the shape of tokens, {tuple(tokens.shape)}, got {given}")
         self.check_vocabulary(targets.masked_fill(targets == IGNORE, 0))
-        h, stats = self.hidden(h, depth=depth, grad_loops=grad_loops)
+        h, stats = self.hidden(h, documents=documents, depth=depth, grad_loops=grad_loops)
         cross_entropy = self.head(h, targets)
         auxiliary = auxiliary_loss(stats)
         loads: dict[str, list[Tensor]] = {}
@@ -244,6 +264,13 @@ class LoopedLM(LoopedBody):
             loads.setdefault(f"blocks.{block}.feedforward", []).append(s.load.sum(0))
         loss = cross_entropy if auxiliary is None else cross_entropy + self.config.aux_coefficient * auxiliary
         return Output(loss, cross_entropy, {name: torch.stack(rows) for name, rows in loads.items()})
+
+
+def _of_the_live(stats: list[tuple[int, MoEStats]], live: Tensor | bool) -> list[tuple[int, MoEStats]]:
+    """What the MoE layers tell of the sequences that took the step."""
+    if not isinstance(live, Tensor):
+        return stats
+    return [(block, MoEStats(seen.load[live], seen.aux_loss[live])) for block, seen in stats]
 
 
 def auxiliary_loss(stats: Sequence[tuple[int, MoEStats]]) -> Tensor | None:
@@ -285,7 +312,7 @@ def _build_block(config: ModelConfig, layer: LayerSpec, visits: int) -> Block:
 
 
 def _seeded(seed: int, name: str, make: Callable[[], Loop]) -> Loop:
-    # Seeding seeds every device.
+    # torch.manual_seed seeds every device, and each gets its generator back.
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
         torch.manual_seed(_derive(seed, name))
         return make()
