@@ -213,12 +213,14 @@ def test_a_token_shift_refuses_the_cache_and_generates_without():
         assert torch.equal(model.looped(generated)[0, 7:-1].argmax(-1), generated[0, 8:])
 
 
-def test_a_projection_of_ones_own_that_mixes_tokens_is_decoded_without_a_cache(monkeypatch):
+@pytest.mark.parametrize("where", ["map", "bias"])
+def test_a_projection_of_ones_own_that_mixes_tokens_is_decoded_without_a_cache(monkeypatch, tmp_path, where):
     class Before(lo.Projection):
-        mixes_tokens = True
+        """It does not say that it mixes tokens: that is found out."""
 
         def forward(self, ctx):
-            return lo.maps.Shift(), ctx.e
+            shifted = torch.nn.functional.pad(ctx.e[:, :-1], (0, 0, 1, 0))
+            return (lo.maps.Shift(), ctx.e) if where == "map" else (lo.maps.Identity(), shifted)
 
     def before(width, steps):
         parts = lo.build("vanilla", width=width, steps=steps).transitions[0]
@@ -227,9 +229,11 @@ def test_a_projection_of_ones_own_that_mixes_tokens_is_decoded_without_a_cache(m
 
     monkeypatch.setitem(lo.PRESETS, "before", before)
     model = wrapped(loop={"preset": "before"})
-    assert not model.model.caches
-    with pytest.raises(ValueError, match="use_cache=False"):
-        model.generate(tokens(1, 8), **GREEDY)
+    model.save_pretrained(tmp_path)
+    for each in (model, LoopedForCausalLM.from_pretrained(tmp_path)):
+        assert not each.model.caches
+        with pytest.raises(ValueError, match="use_cache=False"):
+            each.generate(tokens(1, 8), **GREEDY)
 
 
 def test_a_token_shift_refuses_padding_on_the_left():

@@ -37,8 +37,10 @@ def reference(loop, e, blocks, *, counts=None, total=None, steps=None, grad_step
             Y = torch.where(begun, Y, before)
             if isinstance(carry.eta, torch.Tensor):
                 carry = carry._replace(eta=torch.where(begun, carry.eta, old.eta))
-            if isinstance(carry.memory, torch.Tensor):
-                carry = carry._replace(memory=torch.where(begun, carry.memory, old.memory))
+            if carry.memory is not None:
+                pairs = zip(carry.memory, old.memory, strict=True)
+                memory = tuple(None if new is None else torch.where(begun, new, was) for new, was in pairs)
+                carry = carry._replace(memory=memory)
     return loop.readout(Y)
 
 

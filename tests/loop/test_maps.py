@@ -89,3 +89,10 @@ def test_a_vector_map_refuses_streams(map):
 def test_streams_refuse_another_number_of_streams():
     with pytest.raises(ValueError, match="reads 3 streams, but the state has 2"):
         maps.Streams(torch.zeros(B, T, 3)).read(torch.zeros(B, T, 2, D))
+
+
+def test_maps_compose_with_an_operator():
+    a, W, Y, g = torch.randn(4), torch.randn(4, 4), torch.randn(2, 3, 1, 4), torch.randn(2, 3, 4)
+    both, written_out = maps.Diagonal(a) @ maps.Dense(W), maps.Composed(maps.Diagonal(a), maps.Dense(W))
+    assert torch.equal(both.read(Y), written_out.read(Y))
+    assert torch.equal(both.write(g), written_out.write(g))

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import looptim as lo
-from looptim.loop import controls, objectives, rules
+from looptim.base.numerics import polar
+from looptim.loop import controls, directions, objectives, rules
 
 OBJECTIVES = {
     "inner product": objectives.InnerProduct(),
@@ -65,12 +66,12 @@ def test_decay_is_decoupled_from_momentum():
 def test_polar_is_the_svds_polar_factor():
     M = normal(7, 4, 32)
     U, _, Vh = torch.linalg.svd(M, full_matrices=False)
-    torch.testing.assert_close(rules.polar(M), U @ Vh, rtol=0, atol=0.01)
+    torch.testing.assert_close(polar(M), U @ Vh, rtol=0, atol=0.01)
 
 
 def test_muon_gives_equal_singular_values_at_the_momentums_size():
     M = normal(2, 3, 4, 32)
-    direction = constant(rules.Muon).direction(M, M)
+    direction, _ = directions.Polar()(M, None)
     values = torch.linalg.svdvals(direction)
     torch.testing.assert_close(values, values.mean(-1, keepdim=True).expand_as(values), rtol=0.01, atol=0)
     torch.testing.assert_close(direction.flatten(-2).norm(dim=-1), M.flatten(-2).norm(dim=-1))
@@ -91,9 +92,70 @@ def test_hyperball_keeps_the_norm_and_turns_towards_the_gradient():
     assert ((after - Y) * G).sum() < 0
 
 
+def test_adam_equals_torchs():
+    """torch's epsilon stands outside of the root; both are too small here to be seen."""
+    Y, gradients = normal(1, 1, 3, 4), [normal(1, 1, 3, 4) for _ in range(4)]
+    parameter = torch.nn.Parameter(Y.clone())
+    optimizer = torch.optim.Adam([parameter], lr=0.1, betas=(0.5, 0.9), eps=1e-12)
+    for G in gradients:
+        parameter.grad = G.clone()
+        optimizer.step()
+    rule = rules.Descent(controls.ConstantStep(0.1), controls.ConstantDecay(0.0), directions.Adam(eps=1e-12))
+    torch.testing.assert_close(steps_of(rule, gradients, Y), parameter.data)
+
+
+def test_a_chain_is_its_directions_one_after_the_other():
+    adam, momentum = directions.Adam(), directions.Momentum(0.3)
+    rule = rules.Descent(controls.ConstantStep(0.1), controls.ConstantDecay(0.0), adam, momentum, directions.Polar())
+    Y, gradients = normal(1, 1, 3, 4), [normal(1, 1, 3, 4) for _ in range(3)]
+    expected, seen, M = Y, adam.init(Y), momentum.init(Y)
+    for G in gradients:
+        D, seen = adam(G, seen)
+        M = 0.3 * M + D
+        expected = expected - 0.1 * directions.Polar()(M, None)[0]
+    torch.testing.assert_close(steps_of(rule, gradients, Y), expected)
+
+
+CHAINS = {
+    "adam": lambda: (directions.Adam(),),
+    "adam and polar": lambda: (directions.Adam(), directions.Polar()),
+    "polar and nesterov": lambda: (directions.Polar(), directions.Nesterov()),
+}
+
+
+@pytest.mark.parametrize("retract", [None, rules.Sphere()])
+@pytest.mark.parametrize("name", CHAINS)
+def test_any_chain_is_a_rule_of_the_gradient_and_waits_for_its_sequence(name, retract):
+    def rule(step, decay):
+        return rules.Descent(step, decay, *CHAINS[name](), retract=retract)
+
+    transition = lo.presets.operloop_transition(8, 2, rule=rule)
+    loop = lo.Loop(transition, width=8, steps=3, start=lo.state.Copies(2)).double()
+    assert lo.check_gradient(loop) < 1e-9
+    assert lo.diagnose(loop).aligned
+    e = normal(2, 3, 8).requires_grad_()
+    ragged = loop(e, torch.tanh, depth=lo.depth.PerSequence([1, 3]))
+    alone = torch.cat([loop(e[i : i + 1], torch.tanh, depth=lo.depth.Fixed(n)) for i, n in enumerate([1, 3])])
+    torch.testing.assert_close(ragged, alone)
+    (gradient,) = torch.autograd.grad(ragged.sum(), e)
+    assert gradient.isfinite().all() and gradient.abs().sum() > 0
+
+
+def test_a_chain_writes_down_its_equation():
+    rule = rules.Descent(controls.ConstantStep(), controls.ConstantDecay(), directions.Momentum(), directions.Polar())
+    assert rule.symbol == "M′ = βM + G, Y′ = (1 − ηλ) Y − η ‖M′‖ polar(M′)/‖polar(M′)‖"
+    assert rule.name == "momentum, polar"
+    assert constant(rules.HeavyBall).symbol == "M′ = βM + G, Y′ = (1 − ηλ) Y − η M′"
+
+
 @pytest.mark.parametrize(
     "make",
     [
+        lambda: directions.Adam((0.5, 1.0)),
+        lambda: directions.Adam(eps=0.0),
+        lambda: rules.Descent(controls.ConstantStep(), controls.ConstantDecay(), torch.nn.Identity()),
+        lambda: lo.build("hyperloop", width=8, steps=2, keep_init=1.5),
+        lambda: lo.build("parcae", width=8, steps=2, keep_init=0.0),
         lambda: lo.state.Copies(0),
         lambda: lo.state.Noise(4, std=-1),
         lambda: objectives.PseudoHuber(0),

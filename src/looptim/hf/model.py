@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOu
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
-from ..loop import Loop
+from ..loop import Loop, mixes_tokens
 from ..loop.depth import Depth, Fixed, PerSequence
 from ..model import AttentionKind, Head, Layout, LoopedBody, LoopedLM, auxiliary_loss
 from .config import LoopedConfig
@@ -113,6 +113,7 @@ class LoopedPreTrainedModel(PreTrainedModel):
         loaded = PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, **kwargs)
         # What transformers finds here it reverts when it saves, and an old export is saved under the names of today.
         model._weight_conversions = [used for used in getattr(model, "_weight_conversions", ()) if used in given]
+        cast(LoopedModel, model.base_model).find_shifts()
         return loaded
 
     @classmethod
@@ -148,8 +149,16 @@ class LoopedModel(LoopedPreTrainedModel):
             if not tensor.is_meta:
                 cast(Any, tensor)._is_hf_initialized = True
         self.gradient_checkpointing = False
+        self.find_shifts()
         self.build_slots(None if config.loops is None else Fixed(config.loops))
         self.post_init()
+
+    def find_shifts(self) -> None:
+        """See whether a token reads the state of the one before, which padding on the left would change.
+
+        It is asked when the model is built and, since there may be no values then, when its weights are loaded.
+        """
+        self.shifted = any(mixes_tokens(cast(Loop, loop)) for loop in self.body.loops)
 
     def build_slots(self, depth: Depth | None) -> int | None:
         """Make a slot for every layer that is run at this depth, and return how many loops it runs at most."""
@@ -275,11 +284,6 @@ class LoopedModel(LoopedPreTrainedModel):
     def caches(self) -> bool:
         """Whether decoding through a KV cache is possible."""
         return not (self.shifted or self._narrow)
-
-    @property
-    def shifted(self) -> bool:
-        """Whether a token reads the state of the one before, which padding on the left would change."""
-        return any(getattr(module, "mixes_tokens", False) for module in self.body.loops.modules())
 
     @property
     def _narrow(self) -> bool:

@@ -1,11 +1,13 @@
 """The framework: a loop transition from a projection, an objective and a rule. Needs torch and nothing else."""
 
-from . import controls, depth, maps, objectives, presets, projections, roadmap, rules, state
+from . import controls, depth, directions, maps, objectives, presets, projections, roadmap, rules, state
 from .base import Context, Gate, Part
+from .causality import check_causality, mixes_tokens
 from .controls import Decay, Step
 from .depth import Depth
 from .describe import Description, describe
 from .diagnose import Diagnosis, align, check_gradient, diagnose
+from .directions import Direction
 from .loop import Loop, LoopState
 from .maps import Map
 from .objectives import Objective
@@ -23,6 +25,7 @@ __all__ = [
     "Depth",
     "Description",
     "Diagnosis",
+    "Direction",
     "Gate",
     "Loop",
     "LoopState",
@@ -41,12 +44,15 @@ __all__ = [
     "Transition",
     "align",
     "build",
+    "check_causality",
     "check_gradient",
     "controls",
     "depth",
     "describe",
     "diagnose",
+    "directions",
     "maps",
+    "mixes_tokens",
     "objectives",
     "presets",
     "projections",

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..base.numerics import wide
-from .rules import Carry, Rule
+from .rules import Carry, Rule, form, memory_for
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
@@ -115,17 +115,15 @@ def merge(
 ) -> tuple[Tensor, Carry]:
     """The new state and carry of the tokens that took a step of `rule`, those of before for the others."""
     (Y, carry), (Y_before, carry_before) = now, before
-    memory, lam = carry_before.memory, carry_before.lam
-    if _form(memory) != _form(carry.memory):
-        # The step before was another rule's; a token that has not met this rule is where it begins.
-        memory = rule.init(Y_before).memory
+    # Where the step before was another rule's, a token that has not met this one is where it begins.
+    memory, lam = memory_for(rule, Y_before, carry_before), carry_before.lam
     shapes = [leaf.shape for leaf in pytree.tree_leaves(carry.memory) if isinstance(leaf, Tensor) and leaf.dim()]
-    if _form(memory) != _form(carry.memory) or any(shape[: live.dim()] != Y.shape[: live.dim()] for shape in shapes):
+    if form(memory) != form(carry.memory) or any(shape[: live.dim()] != Y.shape[: live.dim()] for shape in shapes):
         raise ValueError(
             f"the memory of {type(rule).__name__} cannot wait for a sequence or a token: `init` must make it in the "
             f"form it has after a step, and the first axes of its tensors must be those of the state, (B, T)"
         )
-    if _form(lam) != _form(carry.lam):
+    if form(lam) != form(carry.lam):
         # Before the first step there is no decay, and so none that is a matrix.
         lam = pytree.tree_map(torch.zeros_like, carry.lam)
     mask = live.reshape(live.shape + (1,) * (4 - live.dim()))
@@ -145,8 +143,3 @@ def _where(mask: Bool[Tensor, "B ..."], new: Any, old: Any, *, like: Tensor) -> 
             return new
         new = torch.tensor(new, dtype=wide(like).dtype, device=like.device)
     return torch.where(mask.reshape(mask.shape + (1,) * ((new.dim() or 4) - mask.dim())), new, old)
-
-
-def _form(tree: Any) -> Any:
-    """The structure of a tree, None being no leaf of it."""
-    return pytree.tree_structure(pytree.tree_map(lambda leaf: () if leaf is None else 0, tree))

@@ -86,7 +86,7 @@ def describe(loop: Loop) -> Description:
         objective=_join(symbol(t.objective) for t in steps),
         target=_join("Blocks(o)" if t.target is None else symbol(t.target) for t in steps),
         rule=_join(map(symbol, rules)),
-        rule_name=_join(re.sub(r"(?<!^)(?=[A-Z])", " ", type(rule).__name__).lower() for rule in rules),
+        rule_name=_join(rule.name or re.sub(r"(?<!^)(?=[A-Z])", " ", type(rule).__name__).lower() for rule in rules),
         aligned=diagnose(loop).aligned,
         loop_specific=not loop.shared,
         start=symbol(loop.start),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
 from typing import final
 
 import torch
@@ -15,6 +13,7 @@ from torch import Tensor
 from .base import Context, require, symbol
 from .loop import Loop
 from .maps import Map
+from .probe import changed_copy, float64_copy, is_finite, run
 from .rules import Carry
 from .transition import Record, Transition
 
@@ -70,10 +69,10 @@ def diagnose(loop: Loop) -> Diagnosis:
     vanilla: aligned; it reads and writes through I.
     """
     require("loop", loop, Loop)
-    own = _Probe(_float64_copy(loop))
+    own = _Probe(float64_copy(loop))
     if not own.finite:
         raise ValueError(f"{loop.name} gives values that are not finite on normal inputs; look at its parameters first")
-    changed = _changed(loop)
+    changed = changed_copy(loop)
     general = own if changed is None else _Probe(changed)
     hidden = own.gap <= TOLERANCE < general.gap
     shown = general if hidden else own
@@ -123,6 +122,7 @@ def align(loop: Loop) -> Loop:
         steps=loop.steps,
         start=loop.start,
         readout=loop.readout,
+        normed=loop.normed,
         name=f"{loop.name}_aligned",
         summary=f"The aligned twin of {loop.name}: the error is written through the map the state is read with.",
     ).train(loop.training)
@@ -150,8 +150,8 @@ def check_gradient(loop: Loop) -> float:
     """
     require("loop", loop, Loop)
     worst = 0.0
-    twins = (_float64_copy(loop), _changed(loop))
-    for transition, carry, record in itertools.chain.from_iterable(_run(twin) for twin in twins if twin is not None):
+    twins = (float64_copy(loop), changed_copy(loop))
+    for transition, carry, record in itertools.chain.from_iterable(run(twin) for twin in twins if twin is not None):
         _check_objective(loop, transition, record)
         expected = _autograd_step(transition, carry, record)
         error = ((record.Y - expected).norm() / expected.norm().clamp_min(1e-300)).item()
@@ -187,42 +187,6 @@ def _autograd_step(transition: Transition, carry: Carry, record: Record) -> Tens
     return transition.rule(record.ctx.Y, G, record.ctx, carry)[0].detach()
 
 
-def _float64_copy(loop: Loop, *, perturb: float = 0.0) -> Loop:
-    """A copy in float64 on the CPU, in eval mode, its parameters randomly changed by about `perturb`."""
-    if any(tensor.is_meta for tensor in itertools.chain(loop.parameters(), loop.buffers())):
-        raise ValueError(f"{loop.name} is on the meta device and has no values; build it on another")
-    loop = copy.deepcopy(loop).to("cpu", torch.float64).eval()
-    generator = torch.Generator("cpu").manual_seed(1)
-    for p in loop.parameters() if perturb else ():
-        noise = torch.randn(p.shape, generator=generator, dtype=p.dtype, device="cpu")
-        p.data.add_(perturb * (noise / math.sqrt(p.shape[-1]) if p.dim() > 1 else 0.3 * noise))
-    return loop
-
-
-def _changed(loop: Loop) -> Loop | None:
-    """A copy at randomly changed parameters, or None: a user's may have bounds that any change violates."""
-    twins = (_float64_copy(loop, perturb=scale) for scale in (1.0, 0.1, 0.01))
-    return next((twin for twin in twins if _Probe(twin).finite), None)
-
-
-def _run(loop: Loop) -> Iterator[tuple[Transition, Carry, Record]]:
-    """Every step of the loop on random inputs, with a fixed random network in place of the blocks."""
-    generator = torch.Generator("cpu").manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
-
-    M = normal(loop.width, loop.width) / math.sqrt(loop.width)
-    e = normal(2, 5, loop.width)
-    with torch.no_grad():
-        Y = loop.start(e)
-        carry = loop.schedule()[0].rule.init(Y)
-        for transition in loop.schedule():
-            record = transition.step(Y, e, lambda o: o + torch.tanh(o @ M), carry)
-            yield transition, carry, record
-            Y, carry = record.Y, record.carry
-
-
 @final
 class _Probe:
     """What one run of a loop tells about its maps."""
@@ -231,9 +195,9 @@ class _Probe:
         self.adjoint_error = 0.0
         self.causal = self.finite = True
         differences, sizes = [], []
-        for _, _, record in _run(loop):
+        for _, _, record in run(loop):
             gradient, written = record.H.write(record.g), record.x.write(record.g)
-            self.finite &= all(bool(t.isfinite().all()) for t in (record.Y, gradient, written))
+            self.finite &= is_finite(record)
             differences.append((gradient - written).norm().item())
             sizes.append(gradient.norm().item())
             self.causal &= record.H.causal and _writes_forward(record.H, record.g)

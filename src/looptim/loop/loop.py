@@ -56,6 +56,7 @@ class Loop(nn.Module):
         steps: int | None = None,
         start: nn.Module | None = None,
         readout: nn.Module | None = None,
+        normed: bool = False,
         name: str = "custom",
         summary: str = "",
     ):
@@ -77,6 +78,8 @@ class Loop(nn.Module):
         self.width = width
         self.start = Copies() if start is None else start
         self.readout = Mean() if readout is None else readout
+        self.normed = normed
+        """Whether what the loop returns is normed already: a model that ends with it adds no norm of its own."""
         self.name = name
         self.summary = summary
 

@@ -36,6 +36,10 @@ class Map(ABC):
     def write(self, g: Float[Tensor, "B T d"]) -> Float[Tensor, "B T r d"]:
         """`H^T g`."""
 
+    def __matmul__(self, inner: Map) -> Map:
+        """`A @ B` reads with `B` first, then with `A`; `A` takes the vector that `B` gives."""
+        return Composed(self, inner)
+
     @property
     def causal(self) -> bool:
         """Whether `write` sends nothing to an earlier token; only then can a language model use it."""

@@ -46,7 +46,7 @@ from .projections import (
 )
 from .registry import PRESETS, register
 from .rules import GradientDescent, Rule
-from .state import Copies, Linear, Noise
+from .state import Copies, Linear, Mean, Noise, NormedMean
 from .transition import TargetBias, TargetNorm, Transition
 
 
@@ -89,28 +89,43 @@ def none(width: int, steps: int) -> Loop:
 
 
 @register
-def vanilla(width: int, steps: int, *, loop_norm: bool = False) -> Loop:
+def vanilla(width: int, steps: int, *, loop_norm: bool = False, norm_eps: float = 1e-5) -> Loop:
     """The vanilla loop, y' = Blocks(y): the row of Universal Transformers, MoEUT, Recursive Transformers and Ouro.
 
-    `loop_norm=True` is Ouro as released, with the final RMSNorm inside the loop: y' = RMSNorm(Blocks(y)).
+    `loop_norm=True` is Ouro as released, with the final RMSNorm inside the loop: y' = RMSNorm(Blocks(y)). A model that
+    ends with such a loop has no other norm before its head.
     """
-    return Loop(_vector(Plain(), target=TargetNorm(width) if loop_norm else None), width=width, steps=steps)
+    target = TargetNorm(width, eps=norm_eps) if loop_norm else None
+    return Loop(_vector(Plain(), target=target), width=width, steps=steps, normed=loop_norm)
 
 
 @register
 def huginn(
-    width: int, steps: int, *, inject: str = "add", start: str = "noise", std: float = math.sqrt(2 / 5), seed: int = 0
+    width: int,
+    steps: int,
+    *,
+    inject: str = "add",
+    start: str = "noise",
+    std: float = math.sqrt(2 / 5),
+    seed: int = 0,
+    state_init: float = 1.0,
+    input_init: float = 1.0,
+    readout_norm: bool = False,
+    norm_eps: float = 1e-5,
 ) -> Loop:
     """Huginn, y' = Blocks(y + e), from a random state (Geiping et al., 2025).
 
-    `inject="add"` is the paper's row; `"concat"` is that of the released code (which also norms what the loop returns),
-    y' = Blocks(A [y, e]), whose write then misses A^T. `start="prelude"` begins at e instead of noise of standard
-    deviation `std`.
+    `inject="add"` is the paper's row; `"concat"` is that of the released code, y' = Blocks(A [y, e]), whose write then
+    misses A^T; A starts at [`state_init` I, `input_init` I], which no source gives. `start="prelude"` begins at e
+    instead of noise of standard deviation `std`. `readout_norm=True` norms what the loop returns, as released; there
+    the gain is that of the model's final norm, here it is the loop's own.
     """
-    projection = choose("inject", inject, {"add": Add, "concat": functools.partial(Concat, width)})()
+    concat = functools.partial(Concat, width, state_init=state_init, input_init=input_init)
+    projection = choose("inject", inject, {"add": Add, "concat": concat})()
     write = IdentityWrite() if inject == "concat" else None
     first = choose("start", start, {"noise": functools.partial(Noise, width, std=std, seed=seed), "prelude": Copies})()
-    return Loop(_vector(projection, write=write), width=width, steps=steps, start=first)
+    readout = NormedMean(width, eps=norm_eps) if readout_norm else Mean()
+    return Loop(_vector(projection, write=write), width=width, steps=steps, start=first, readout=readout)
 
 
 @register
@@ -120,51 +135,71 @@ def parcae(
     *,
     gain: str = "exact",
     prelude_norm: bool = False,
+    norm_eps: float = 1e-5,
     std: float | None = None,
     seed: int = 0,
+    keep_init: float = math.sqrt(0.2),
+    readout_init: float = math.sqrt(2 / 5),
 ) -> Loop:
     """Parcae, y' = Blocks(Ā y + B̄ e), a diagonal state space with a linear read-out (Prairie et al., 2026).
 
-    `gain="exact"` is the paper's zero-order hold, `"euler"` the released code's; `prelude_norm=True` normalises e
-    first, as the released recipes do. The state starts as noise of `std`, sqrt(2 / (5 d)) as released.
+    `gain="exact"` is the paper's zero-order hold, `"euler"` the released code's; `prelude_norm=True` normalizes e
+    first, as the released recipes do. The state starts as noise of `std`, sqrt(2 / (5 d)) as released, Ā at `keep_init`
+    and the read-out as an orthogonal matrix times `readout_init`, both as released.
     """
-    projection = choose("gain", gain, {"exact": ExactStateSpace, "euler": EulerStateSpace})(width)
+    projection = choose("gain", gain, {"exact": ExactStateSpace, "euler": EulerStateSpace})(width, keep_init=keep_init)
     return Loop(
-        _vector(NormedInput(projection, width) if prelude_norm else projection, write=IdentityWrite()),
+        _vector(
+            NormedInput(projection, width, eps=norm_eps) if prelude_norm else projection,
+            write=IdentityWrite(),
+        ),
         width=width,
         steps=steps,
         start=Noise(width, std=math.sqrt(2 / (5 * width)) if std is None else std, seed=seed),
-        readout=Linear(width),
+        readout=Linear(width, gain=readout_init),
     )
 
 
 @register
-def full_bandwidth(width: int, steps: int, *, token_shift: bool = False) -> Loop:
+def full_bandwidth(width: int, steps: int, *, token_shift: bool = False, read_init: float = 1.0) -> Loop:
     """Full-Bandwidth, y' = Blocks(σ(W_g e) ⊙ W_u y) (Wang et al., 2026).
 
     `token_shift=True` reads the state of the token before, as the star of the paper's table says. It cannot be aligned
-    then: the adjoint would write to an earlier token.
+    then: the adjoint would write to an earlier token. No code is public: the gates start at one half and W_u at
+    2 `read_init` I, so that the first read is `read_init` times the state.
     """
-    projection = Shifted(Gated(width)) if token_shift else Gated(width)
+    gated = Gated(width, read_init=read_init)
+    projection = Shifted(gated) if token_shift else gated
     return Loop(_vector(projection, write=IdentityWrite()), width=width, steps=steps)
 
 
 @register
-def recurrentgpt(width: int, steps: int, *, noise: float = 0.01, gate_bias: float = 0.0) -> Loop:
+def recurrentgpt(
+    width: int,
+    steps: int,
+    *,
+    noise: float = 0.01,
+    gate_bias: float = 0.0,
+    state_init: float = 1.0,
+    input_init: float = 1.0,
+) -> Loop:
     """RecurrentGPT, y' = g ⊙ y + (1 − g) ⊙ Blocks(W [y + ε, e]), g = σ(W_g [y, e] + b) (Hegazy et al., 2026).
 
-    No code is public: `noise` (of ε, in training only) and `gate_bias` (0 keeps half of the state) are our choice.
+    No code is public: `noise` (of ε, in training only) and `gate_bias` (0 keeps half of the state) are our choice, and
+    so is W, which starts at [`state_init` I, `input_init` I].
     """
     rule = GradientDescent(GatedStep(width, bias=gate_bias), ConstantDecay())
-    return Loop(_vector(Concat(width, noise=noise), rule=rule, write=IdentityWrite()), width=width, steps=steps)
+    projection = Concat(width, noise=noise, state_init=state_init, input_init=input_init)
+    return Loop(_vector(projection, rule=rule, write=IdentityWrite()), width=width, steps=steps)
 
 
 @register
 def recirculation(width: int, steps: int, *, alpha: float = 0.10) -> Loop:
     """Recirculation, y' = (1 − α) y + α ‖y‖ Blocks(y)/‖Blocks(y)‖, training-free (Mozer et al., 2026).
 
-    The released code ramps α up over the first ten tokens; a transition knows no positions, so that is left out, as the
-    paper does.
+    This is the paper's row: the mix of the published method and no more. As published, the mixed state enters a frozen
+    model below the layers it came from, the layers above run again, their cache is replaced, the logits come from the
+    first pass, and α ramps up over the first ten tokens. A transition knows no positions and no caches.
     """
     rule = GradientDescent(NormStep(alpha), InverseNormDecay())
     return Loop(_vector(Plain(), objective=NormalizedInnerProduct(), rule=rule), width=width, steps=steps)
@@ -172,20 +207,34 @@ def recirculation(width: int, steps: int, *, alpha: float = 0.10) -> Loop:
 
 @register
 def hyperloop(
-    width: int, steps: int, *, streams: int = 4, shared: bool = False, scale: float = 0.01, bias_std: float = 0.0
+    width: int,
+    steps: int,
+    *,
+    streams: int = 4,
+    shared: bool = False,
+    read_init: float | None = None,
+    write_init: float = 1.0,
+    keep_init: float | None = None,
+    scale: float = 0.01,
+    bias_std: float = 0.0,
 ) -> Loop:
     """HyperLoop, Y' = H_res Y + H_postᵀ (Blocks(H_pre Y) + b_l), r parallel streams (Zeitoun et al., 2026).
 
-    Initial values are the released ones: b_pre = 1/r, b_post = 0, b_res = 1, a = 0.01. `bias_std` is that of the loop
-    bias, zero or 0.02 in the releases. `shared=True` uses one transition for all loops.
+    Initial values are the released ones: every entry of H_pre at `read_init` = σ(1/r), of H_post at `write_init` = 1,
+    of H_res at `keep_init` = σ(1), and a at `scale`. With them the state grows by three a loop; 1/r, 0.5 and 0.5 are
+    neutral. `bias_std` is that of the loop bias, zero or 0.02 in the releases. `shared=True` uses one transition for
+    all loops.
     """
+    read_bias = 1 / streams if read_init is None else logit(read_init, "read_init")
+    keep_bias = 1.0 if keep_init is None else logit(keep_init, "keep_init")
+    write_bias = logit(write_init / 2, "half of write_init")
 
     def transition() -> Transition:
         return Transition(
-            StreamRead(StreamMap(width, streams, name="H_pre", bias=1 / streams, scale=scale)),
+            StreamRead(StreamMap(width, streams, name="H_pre", bias=read_bias, scale=scale)),
             InnerProduct(),
-            GradientDescent(ConstantStep(), ResidualDecay(width, streams, bias=1.0, scale=scale)),
-            write=StreamMap(width, streams, name="H_post", bias=0.0, scale=scale, gain=2.0),
+            GradientDescent(ConstantStep(), ResidualDecay(width, streams, bias=keep_bias, scale=scale)),
+            write=StreamMap(width, streams, name="H_post", bias=write_bias, scale=scale, gain=2.0),
             target=TargetBias(width, std=bias_std),
         )
 
@@ -214,24 +263,19 @@ def operloop(
     H_in, 1/sqrt(r) by default: H_in then has unit norm, the local objective unit curvature, and a unit step would move
     the read exactly to its target.
     """
-    make = choose("objective", objective, {"delta": Delta, "inner_product": InnerProduct})
-    return streamed(
-        lambda: operloop_transition(
-            width,
-            streams,
-            objective=make,
-            step=step,
-            read_init=read_init,
-            decay_init=decay_init,
-            step_init=step_init,
-            scale=scale,
-            bias_std=bias_std,
-        ),
+    make = functools.partial(
+        operloop_transition,
         width,
-        steps,
-        streams=streams,
-        shared=shared,
+        streams,
+        objective=objective,
+        step=step,
+        read_init=read_init,
+        decay_init=decay_init,
+        step_init=step_init,
+        scale=scale,
+        bias_std=bias_std,
     )
+    return streamed(make, width, steps, streams=streams, shared=shared)
 
 
 def operloop_transition(
@@ -239,7 +283,7 @@ def operloop_transition(
     streams: int,
     *,
     projection: Callable[[StreamMap], Projection] = StreamRead,
-    objective: Callable[[], Objective] = Delta,
+    objective: str | Callable[[], Objective] = "delta",
     rule: Callable[[Step, Decay], Rule] = GradientDescent,
     step: str = "causal",
     read_init: float | None = None,
@@ -249,6 +293,8 @@ def operloop_transition(
     bias_std: float = 0.0,
 ) -> Transition:
     """OperLoop's transition, with every part exchangeable: the ground of the ablations and of the roadmap."""
+    if isinstance(objective, str):
+        objective = choose("objective", objective, {"delta": Delta, "inner_product": InnerProduct})
     make_step = choose("step", step, {"causal": CausalStep, "sigmoid": SigmoidStep, "unit": CausalStep})
     # A single stream cannot be read with exactly 1 through a sigmoid.
     read_init = min(1 / math.sqrt(streams), 0.9) if read_init is None else read_init

@@ -74,7 +74,7 @@ class Concat(Projection):
     """`o = W [y + eps, e]`, one matrix on the concatenation: `H = W_y`, `b = W_e e + W_y eps`.
 
     Huginn as released (no noise) and RecurrentGPT's row of Table 7, where `eps ~ N(0, noise^2)` is drawn in training
-    only. Neither release fixes an initial value we could take over: `W` starts at `[I, I]`, the additive injection.
+    only. No source has an initial value for us: `W` starts at `[state_init I, input_init I]`, the additive injection.
 
     >>> H, b = Concat(2)(Context(torch.ones(1, 1, 1, 2), None, torch.ones(1, 1, 2)))
     >>> (H.read(torch.ones(1, 1, 1, 2)) + b).tolist()
@@ -83,11 +83,11 @@ class Concat(Projection):
 
     map_symbol = "W_y"
 
-    def __init__(self, width: int, *, noise: float = 0.0):
+    def __init__(self, width: int, *, noise: float = 0.0, state_init: float = 1.0, input_init: float = 1.0):
         super().__init__()
         if noise < 0:
             raise ValueError(f"noise, the standard deviation of eps, must not be negative, got {noise}")
-        self.W = nn.Parameter(torch.eye(width).repeat(1, 2))
+        self.W = nn.Parameter(torch.cat([state_init * torch.eye(width), input_init * torch.eye(width)], dim=1))
         self.noise = noise
         self.symbol = "W [y + ε, e]" if noise else "W [y, e]"
         self.where = "W = [W_y, W_e]" + (f", ε ~ N(0, {noise:g}²) in training" if noise else "")
@@ -104,13 +104,16 @@ class StateSpace(Projection):
     """`o = Abar y + Bbar e` (Eq. 5) with `Abar = exp(-dt A)`, `dt = softplus(dt_bias)`, `A = exp(A_log)`.
 
     Parameter names and initial values are those of the released code: `A = 1`, `Abar = sqrt(1/5)`, `B = I`.
+    `keep_init` is another `Abar` to start at.
     """
 
     map_symbol = "Ā"
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, *, keep_init: float = math.sqrt(0.2)):
         super().__init__()
-        dt = -math.log(math.sqrt(0.2))
+        if not 0 < keep_init < 1:
+            raise ValueError(f"keep_init, the share of the state that is kept, must lie in (0, 1), got {keep_init}")
+        dt = -math.log(keep_init)
         self.A_log = nn.Parameter(torch.zeros(width))
         self.dt_bias = nn.Parameter(torch.full((width,), math.log(math.expm1(dt))))
         self.B = nn.Parameter(torch.eye(width))
@@ -183,8 +186,8 @@ class NormedInput(Projection):
 class Gated(Projection):
     """`o = sigmoid(W_g e) * (W_u y)`: Full-Bandwidth's row of Table 7, `H = Diag(sigmoid(W_g e)) W_u`.
 
-    No code is public. `W_g` starts at zero (every gate at one half) and `W_u` at `2 I`, so that the first read is the
-    state itself and the loop starts as the vanilla one.
+    No code is public. `W_g` starts at zero (every gate at one half) and `W_u` at `2 read_init I`, so that the first
+    read is `read_init` times the state; with 1 the loop starts as the vanilla one.
 
     >>> H, _ = Gated(2)(Context(torch.ones(1, 1, 1, 2), None, torch.ones(1, 1, 2)))
     >>> H.read(torch.ones(1, 1, 1, 2)).tolist()
@@ -194,15 +197,16 @@ class Gated(Projection):
     symbol = "σ(W_g e) ⊙ W_u y"
     map_symbol = "Diag(σ(W_g e)) W_u"
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, *, read_init: float = 1.0):
         super().__init__()
         self.W_g = nn.Parameter(torch.zeros(width, width))
-        self.W_u = nn.Parameter(2 * torch.eye(width))
+        self.W_u = nn.Parameter(2 * read_init * torch.eye(width))
 
     def forward(self, ctx: Context) -> tuple[Map, None]:
         with full_precision(ctx.e):
             e = wide(ctx.e)
             gate = torch.sigmoid(F.linear(e, self.W_g.to(e.dtype)))
+        # Written out, since a compiler cannot trace the operator @ of our own classes.
         return Composed(Diagonal(gate), Dense(self.W_u)), None
 
 

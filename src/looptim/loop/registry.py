@@ -16,6 +16,12 @@ PRESETS: dict[str, Callable[..., Loop]] = {}
 """Name to preset. Add your own: `PRESETS["mine"] = lambda width, steps: Loop(...)`."""
 
 
+def options_of(name: str) -> list[str]:
+    """The names of a preset's options."""
+    parameters = signature_of(choose("preset", name, PRESETS)).parameters
+    return [option for option in parameters if option not in ("width", "steps")]
+
+
 def build(name: str, *, width: int, steps: int, **options: Any) -> Loop:
     """The preset `name` for inputs of `width`, looped `steps` times.
 
@@ -24,7 +30,7 @@ def build(name: str, *, width: int, steps: int, **options: Any) -> Loop:
     """
     preset = choose("preset", name, PRESETS)
     parameters = signature_of(preset).parameters
-    known = [name for name in parameters if name not in ("width", "steps")]
+    known = options_of(name)
     unknown = sorted(set(options) - set(known))
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if unknown and not takes_any:

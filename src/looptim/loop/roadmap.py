@@ -2,59 +2,75 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from .controls import Decay, Step
+from .base import signature_of
 from .loop import Loop
 from .objectives import PseudoHuber
-from .presets import operloop_transition, streamed
+from .presets import operloop, operloop_transition, streamed
 from .projections import BoundedRead
 from .registry import register
-from .rules import HeavyBall, Hyperball, MomentumRule, Muon, Nesterov, Rule
+from .rules import HeavyBall, Hyperball, Muon, Nesterov
 
 
-def _operloop_with(width: int, steps: int, *, streams: int, shared: bool, **parts: Any) -> Loop:
-    return streamed(lambda: operloop_transition(width, streams, **parts), width, steps, streams=streams, shared=shared)
+def _register_variant(preset: Callable[..., dict[str, Any]]) -> Callable[..., Loop]:
+    """Enter a preset that is OperLoop with the parts `preset` gives; it has OperLoop's options beside its own."""
+    own = signature_of(preset).parameters
+    exchanged = preset(1, **{name: option.default for name, option in own.items() if name != "width"})
+    inherited = [
+        option
+        for name, option in signature_of(operloop).parameters.items()
+        if name not in {"width", "steps", *exchanged} and name not in own
+    ]
+
+    @functools.wraps(preset)
+    def variant(width: int, steps: int, **options: Any) -> Loop:
+        parts = preset(width, **{name: options.pop(name) for name in own.keys() & options.keys()})
+        streams, shared = options.pop("streams", 4), options.pop("shared", False)
+        make = partial(operloop_transition, width, streams, **parts, **options)
+        return streamed(make, width, steps, streams=streams, shared=shared)
+
+    steps = inspect.Parameter("steps", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    width, *added = own.values()
+    variant.__signature__ = inspect.Signature([width, steps, *added, *inherited])  # pyright: ignore
+    return register(variant)
 
 
-def _momentum(rule: type[MomentumRule], beta: float) -> Callable[[Step, Decay], Rule]:
-    return partial(rule, beta=beta)
-
-
-@register
-def operloop_heavyball(width: int, steps: int, *, streams: int = 4, shared: bool = False, beta: float = 0.5) -> Loop:
+@_register_variant
+def operloop_heavyball(width: int, *, beta: float = 0.5) -> dict[str, Any]:
     """OperLoop with heavy-ball momentum over the loops: M' = β M + G, Y' = (I − η Λ) Y − η M'."""
-    return _operloop_with(width, steps, streams=streams, shared=shared, rule=_momentum(HeavyBall, beta))
+    return {"rule": partial(HeavyBall, beta=beta)}
 
 
-@register
-def operloop_nesterov(width: int, steps: int, *, streams: int = 4, shared: bool = False, beta: float = 0.5) -> Loop:
+@_register_variant
+def operloop_nesterov(width: int, *, beta: float = 0.5) -> dict[str, Any]:
     """OperLoop with Nesterov momentum over the loops: M' = β M + G, Y' = (I − η Λ) Y − η (G + β M')."""
-    return _operloop_with(width, steps, streams=streams, shared=shared, rule=_momentum(Nesterov, beta))
+    return {"rule": partial(Nesterov, beta=beta)}
 
 
-@register
-def operloop_muon(width: int, steps: int, *, streams: int = 4, shared: bool = False, beta: float = 0.5) -> Loop:
+@_register_variant
+def operloop_muon(width: int, *, beta: float = 0.5) -> dict[str, Any]:
     """OperLoop with a Muon step: the polar factor of the r x d momentum, at the momentum's own size."""
-    return _operloop_with(width, steps, streams=streams, shared=shared, rule=_momentum(Muon, beta))
+    return {"rule": partial(Muon, beta=beta)}
 
 
-@register
-def operloop_hyperball(width: int, steps: int, *, streams: int = 4, shared: bool = False) -> Loop:
+@_register_variant
+def operloop_hyperball(width: int) -> dict[str, Any]:
     """OperLoop on a sphere: the state keeps its norm, and the step size says how far it turns."""
-    return _operloop_with(width, steps, streams=streams, shared=shared, rule=lambda step, decay: Hyperball(step))
+    return {"rule": lambda step, decay: Hyperball(step)}
 
 
-@register
-def operloop_bounded(width: int, steps: int, *, streams: int = 4, shared: bool = False, bound: float = 4.0) -> Loop:
+@_register_variant
+def operloop_bounded(width: int, *, bound: float = 4.0) -> dict[str, Any]:
     """OperLoop with a nonlinear projection, o = c tanh(H_in Y / c), written back through its pullback."""
-    projection = partial(BoundedRead, width=width, bound=bound)
-    return _operloop_with(width, steps, streams=streams, shared=shared, projection=projection)
+    return {"projection": partial(BoundedRead, width=width, bound=bound)}
 
 
-@register
-def operloop_robust(width: int, steps: int, *, streams: int = 4, shared: bool = False, c: float = 1.0) -> Loop:
+@_register_variant
+def operloop_robust(width: int, *, c: float = 1.0) -> dict[str, Any]:
     """OperLoop with a robust objective: the delta objective near the target, linear beyond an error of c."""
-    return _operloop_with(width, steps, streams=streams, shared=shared, objective=partial(PseudoHuber, c))
+    return {"objective": partial(PseudoHuber, c)}

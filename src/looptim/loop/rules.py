@@ -10,12 +10,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from ..base.numerics import full_precision, polar, wide
+from ..base.numerics import full_precision, wide
 from .base import Context, Part, require
 from .controls import ConstantDecay, Decay, Step, StreamMatrix
+from .directions import Direction, Momentum, Polar, frobenius_norm
+from .directions import Nesterov as NesterovDirection
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -34,6 +36,9 @@ class Carry(NamedTuple):
 
 class Rule(Part):
     """An optimizer update rule on the state. `symbol` is its equation, with `G = x^T f'(o)`."""
+
+    name: str = ""
+    """What the zoo calls it; a user's rule without one goes by the name of its class."""
 
     def __init__(self, step: Step, decay: Decay):
         super().__init__()
@@ -55,144 +60,145 @@ class Rule(Part):
         """The next state and the next carry."""
 
 
-def descend(Y: Tensor, direction: Tensor, eta: float | Tensor, lam: float | Tensor | StreamMatrix) -> Tensor:
-    """`(I - eta Lam) Y - eta direction` (Eq. 8).
+class Retraction(Part):
+    """Where a step ends that must stay on a set: it takes the place of `descend`. `symbol` is written with `{G}`."""
 
-    >>> descend(torch.tensor(4.0), torch.tensor(1.0), 0.5, 0.5)
-    tensor(2.5000)
-    """
-    if isinstance(lam, StreamMatrix):
-        with full_precision(Y):
-            kept = Y - eta * (lam.matrix @ Y.to(lam.matrix.dtype))
-    else:
-        keep = 1 - eta * lam
-        if isinstance(keep, float) and keep == 0.0:
-            return (-eta * direction).to(Y.dtype)
-        kept = keep * Y
-    # eta, lam and a written gradient are in fp32 or wider, so that a bf16 state is rounded here and only here.
-    return (kept - eta * direction).to(Y.dtype)
+    @abstractmethod
+    def forward(
+        self, Y: Float[Tensor, "B T r d"], D: Float[Tensor, "B T r d"], eta: float | Tensor, lam: Any
+    ) -> Float[Tensor, "B T r d"]:
+        """The next state, for the direction `D`."""
 
 
 @final
-class GradientDescent(Rule):
-    """`Y' = (I - eta Lam) Y - eta G`: Proposition 1 (Eq. 8), the rule of every row of the paper's tables.
+class Sphere(Retraction):
+    """`Y' = |Y| V / |V|`, `V = (I - eta Lam) Y - eta |Y| D / |D|`: the state keeps its norm (after Wen et al., 2026).
+
+    >>> import torch
+    >>> Y = torch.tensor([[[[3.0, 4.0]]]])
+    >>> Sphere()(Y, torch.randn(1, 1, 1, 2), 0.5, 0.0).norm().round(decimals=4)
+    tensor(5.)
+    """
+
+    symbol = "Y′ = ‖Y‖ V/‖V‖, V = Y − η ‖Y‖ {G}/‖{G}‖"
+
+    def forward(self, Y: Tensor, D: Tensor, eta: float | Tensor, lam: Any) -> Tensor:
+        D, radius = wide(D), frobenius_norm(wide(Y))
+        V = keep(wide(Y), eta, lam) - eta * radius * D / frobenius_norm(D).clamp_min(1e-12)
+        return (radius * V / frobenius_norm(V).clamp_min(1e-12)).to(Y.dtype)
+
+
+def keep(Y: Tensor, eta: float | Tensor, lam: float | Tensor | StreamMatrix) -> Tensor:
+    """`(I - eta Lam) Y`, what a decay leaves of the state."""
+    if isinstance(lam, StreamMatrix):
+        with full_precision(Y):
+            return Y - eta * (lam.matrix @ Y.to(lam.matrix.dtype))
+    return (1 - eta * lam) * Y
+
+
+def descend(Y: Tensor, direction: Tensor, eta: float | Tensor, lam: float | Tensor | StreamMatrix) -> Tensor:
+    """`(I - eta Lam) Y - eta direction` (Eq. 8).
+
+    >>> import torch
+    >>> descend(torch.tensor(4.0), torch.tensor(1.0), 0.5, 0.5)
+    tensor(2.5000)
+    """
+    if isinstance(eta, float) and isinstance(lam, float) and eta * lam == 1.0:
+        return (-eta * direction).to(Y.dtype)
+    # eta, lam and a written gradient are in fp32 or wider, so that a bf16 state is rounded here and only here.
+    return (keep(Y, eta, lam) - eta * direction).to(Y.dtype)
+
+
+@final
+class Descent(Rule):
+    """`Y' = (I - eta Lam) Y - eta D`, where `D` is what a chain of directions makes of the gradient `G` (Eq. 8).
+
+    Without directions it is gradient descent, Proposition 1, the rule of every row of the paper's tables. A `retract`
+    comes last and takes the state back to a set, such as a sphere.
 
     >>> from looptim.loop.controls import ConstantDecay, ConstantStep
-    >>> rule, Y = GradientDescent(ConstantStep(), ConstantDecay()), torch.ones(1, 1, 1, 2)
+    >>> import torch
+    >>> rule, Y = Descent(ConstantStep(), ConstantDecay()), torch.ones(1, 1, 1, 2)
     >>> rule(Y, -3 * Y, Context(Y, None, None), rule.init(Y))[0]
     tensor([[[[3., 3.]]]])
     """
 
-    symbol = "Y′ = (1 − ηλ) Y − η G"
-
-    def forward(self, Y: Tensor, G: Tensor, ctx: Context, carry: Carry) -> tuple[Tensor, Carry]:
-        eta, lam = self.step(ctx, carry.eta), self.decay(ctx)
-        return descend(Y, G, eta, lam), Carry(eta, lam, None)
-
-
-class MomentumRule(Rule):
-    """A rule with a momentum `M' = beta M + G` over the loops."""
-
-    def __init__(self, step: Step, decay: Decay, *, beta: float = 0.5):
+    def __init__(
+        self, step: Step, decay: Decay, *directions: Direction, retract: Retraction | None = None, name: str = ""
+    ):
         super().__init__(step, decay)
-        if not 0 <= beta < 1:
-            raise ValueError(f"beta, the momentum over loops, must lie in [0, 1), got {beta}")
-        self.beta = beta
-        self.where = f"β = {beta:g}"
+        for direction in directions:
+            require("a direction", direction, Direction)
+        if retract is not None:
+            require("retract", retract, Retraction)
+        self.directions = nn.ModuleList(directions)
+        self.retract = retract
+        parts = [*directions, *([] if retract is None else [retract])]
+        self.name = name or ", ".join(type(part).__name__.lower() for part in parts) or "gradient descent"
+        self.symbol = _equation(directions, retract)
+        self.where = ", ".join(filter(None, (part.where for part in parts)))
 
     def init(self, Y: Tensor) -> Carry:
-        return super().init(Y)._replace(memory=0 * wide(Y))
+        memory = tuple(direction.init(Y) for direction in self.directions) or None
+        return super().init(Y)._replace(memory=memory)
 
     def forward(self, Y: Tensor, G: Tensor, ctx: Context, carry: Carry) -> tuple[Tensor, Carry]:
-        # None where the loop before had a rule without memory.
-        M = wide(G) if carry.memory is None else self.beta * carry.memory + wide(G)
+        D, memory = G, []
+        for direction, remembered in zip(self.directions, memory_for(self, Y, carry) or (), strict=True):
+            D, remembered = direction(D, remembered)
+            memory.append(remembered)
         eta, lam = self.step(ctx, carry.eta), self.decay(ctx)
-        return descend(Y, self.direction(G, M), eta, lam), Carry(eta, lam, M)
-
-    @abstractmethod
-    def direction(self, G: Float[Tensor, "B T r d"], M: Float[Tensor, "B T r d"]) -> Float[Tensor, "B T r d"]:
-        """The direction descended, from the gradient and the new momentum."""
+        Y_next = (descend if self.retract is None else self.retract)(Y, D, eta, lam)
+        return Y_next, Carry(eta, lam, tuple(memory) or None)
 
 
-@final
-class HeavyBall(MomentumRule):
-    """`M' = beta M + G`, `Y' = (I - eta Lam) Y - eta M'` (Polyak, 1964).
-
-    `beta` is 0.5 by default: a loop of three steps sees little of a longer memory.
-
-    >>> from looptim.loop.controls import ConstantDecay, ConstantStep
-    >>> HeavyBall(ConstantStep(), ConstantDecay(0.0)).direction(torch.tensor(1.0), torch.tensor(1.5))
-    tensor(1.5000)
-    """
-
-    symbol = "M′ = βM + G, Y′ = (1 − ηλ) Y − η M′"
-
-    def direction(self, G: Tensor, M: Tensor) -> Tensor:
-        return M
+def memory_for(rule: Rule, Y: Tensor, carry: Carry) -> Any:
+    """What a rule goes on from: what is carried, or its own beginning after a step of another kind of rule."""
+    wanted = form(rule.init(Y[:0]).memory)
+    return carry.memory if form(carry.memory) == wanted else rule.init(Y).memory
 
 
-@final
-class Nesterov(MomentumRule):
-    """`M' = beta M + G`, `Y' = (I - eta Lam) Y - eta (G + beta M')` (Nesterov, 1983, in Sutskever's form).
-
-    >>> from looptim.loop.controls import ConstantDecay, ConstantStep
-    >>> Nesterov(ConstantStep(), ConstantDecay(0.0)).direction(torch.tensor(1.0), torch.tensor(1.5))
-    tensor(1.7500)
-    """
-
-    symbol = "M′ = βM + G, Y′ = (1 − ηλ) Y − η (G + βM′)"
-
-    def direction(self, G: Tensor, M: Tensor) -> Tensor:
-        return G + self.beta * M
+def form(tree: Any) -> Any:
+    """The structure of a tree, None being no leaf of it."""
+    return pytree.tree_structure(pytree.tree_map(lambda leaf: () if leaf is None else 0, tree))
 
 
-@final
-class Muon(MomentumRule):
+def _equation(directions: tuple[Direction, ...], retract: Retraction | None) -> str:
+    letter, memories = "G", []
+    for direction in directions:
+        memories += [direction.memory_symbol.format(G=letter)] if direction.memory_symbol else []
+        letter = (type(direction).__name__ if direction.symbol == "?" else direction.symbol).format(G=letter)
+    update = "Y′ = (1 − ηλ) Y − η {G}" if retract is None else retract.symbol
+    return ", ".join([*memories, update.format(G=letter)])
+
+
+def GradientDescent(step: Step, decay: Decay) -> Descent:
+    """`Y' = (I - eta Lam) Y - eta G`: Proposition 1 (Eq. 8)."""
+    return Descent(step, decay)
+
+
+def HeavyBall(step: Step, decay: Decay, *, beta: float = 0.5) -> Descent:
+    """`M' = beta M + G`, `Y' = (I - eta Lam) Y - eta M'` (Polyak, 1964)."""
+    return Descent(step, decay, Momentum(beta), name="heavy ball")
+
+
+def Nesterov(step: Step, decay: Decay, *, beta: float = 0.5) -> Descent:
+    """`M' = beta M + G`, `Y' = (I - eta Lam) Y - eta (G + beta M')` (Nesterov, 1983, in Sutskever's form)."""
+    return Descent(step, decay, NesterovDirection(beta), name="nesterov")
+
+
+def Muon(step: Step, decay: Decay, *, beta: float = 0.5) -> Descent:
     """`M' = beta M + G`, `Y' = (I - eta Lam) Y - eta |M'|_F polar(M') / |polar(M')|_F` (after Jordan et al., 2024).
 
-    The momentum of one token is an r x d matrix; its polar factor has the same row and column spaces with all singular
-    values equal, so that no stream direction is starved. It is given back the size of the momentum, since the size of a
-    block's correction carries information here. For a matrix of rank one (the first step) this is heavy-ball itself.
-
-    >>> from looptim.loop.controls import ConstantDecay, ConstantStep
-    >>> M = torch.diag(torch.tensor([3.0, 4.0])).reshape(1, 1, 2, 2)
-    >>> Muon(ConstantStep(), ConstantDecay(0.0)).direction(M, M).diagonal(dim1=-2, dim2=-1).round(decimals=1)
-    tensor([[[3.5000, 3.5000]]])
+    For a matrix of rank one (the first step) this is heavy-ball itself.
     """
-
-    symbol = "M′ = βM + G, Y′ = (1 − ηλ) Y − η ‖M′‖ polar(M′)/‖polar(M′)‖"
-
-    def direction(self, G: Tensor, M: Tensor) -> Tensor:
-        with full_precision(M):
-            P = polar(M)
-            return P * (_norm(M) / _norm(P).clamp_min(1e-12))
+    return Descent(step, decay, Momentum(beta), Polar(), name="muon")
 
 
-def _norm(Y: Tensor) -> Tensor:
-    """The Frobenius norm of each token's matrix."""
-    return torch.linalg.vector_norm(Y, dim=(-2, -1), keepdim=True)
-
-
-@final
-class Hyperball(Rule):
+def Hyperball(step: Step) -> Descent:
     """`Y' = |Y| V / |V|`, `V = Y - eta |Y| G / |G|`: the state keeps its norm (after Wen et al., 2026).
 
     A step turns the state by at most arcsin(eta), and by arctan(eta) where the gradient is orthogonal to it; a decay
-    would only rescale what is normalised away, so there is none.
-
-    >>> from looptim.loop.controls import ConstantStep
-    >>> rule, Y = Hyperball(ConstantStep()), torch.tensor([[[[3.0, 4.0]]]])
-    >>> rule(Y, torch.randn(1, 1, 1, 2), Context(Y, None, None), rule.init(Y))[0].norm().round(decimals=4)
-    tensor(5.)
+    would only rescale what is normalized away, so there is none.
     """
-
-    symbol = "Y′ = ‖Y‖ V/‖V‖, V = Y − η ‖Y‖ G/‖G‖"
-
-    def __init__(self, step: Step):
-        super().__init__(step, ConstantDecay(0.0))
-
-    def forward(self, Y: Tensor, G: Tensor, ctx: Context, carry: Carry) -> tuple[Tensor, Carry]:
-        eta = self.step(ctx, carry.eta)
-        radius = _norm(wide(Y))
-        V = wide(Y) - eta * radius * wide(G) / _norm(wide(G)).clamp_min(1e-12)
-        return (radius * V / _norm(V).clamp_min(1e-12)).to(Y.dtype), Carry(eta, 0.0, None)
+    return Descent(step, ConstantDecay(0.0), retract=Sphere(), name="hyperball")

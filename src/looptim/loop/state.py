@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor, nn
 
-from ..base.numerics import wide
+from ..base.numerics import rms_norm, wide
 from .base import Part
 
 if TYPE_CHECKING:
@@ -84,6 +84,25 @@ class Mean(Part):
 
     def forward(self, Y: Float[Tensor, "B T r d"]) -> Float[Tensor, "B T d"]:
         return Y.squeeze(-2) if Y.shape[-2] == 1 else Y.mean(-2)
+
+
+@final
+class NormedMean(Part):
+    """`h = RMSNorm(Mean_r(Y_R))`: Huginn as released norms what the loop returns.
+
+    >>> NormedMean(2)(torch.full((1, 1, 1, 2), 7.0)).round(decimals=3).tolist()
+    [[[1.0, 1.0]]]
+    """
+
+    symbol = "RMSNorm of Y_R"
+
+    def __init__(self, width: int, *, eps: float = 1e-5):
+        super().__init__()
+        self.gain = nn.Parameter(torch.zeros(width))
+        self.eps = eps
+
+    def forward(self, Y: Float[Tensor, "B T r d"]) -> Float[Tensor, "B T d"]:
+        return rms_norm(Mean()(Y), self.gain, self.eps)
 
 
 @final

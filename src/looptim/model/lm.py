@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ..config import ModelConfig
 from ..loop import Depth, Loop, build
 from ..loop.depth import Fixed
+from ..loop.registry import options_of
 from .attention import Attend, Attention, causal_attention, document_starts
 from .block import Block
 from .head import IGNORE, Head
@@ -78,7 +79,8 @@ class LoopedBody(nn.Module):
             self.blocks.append(block)
             if place is not None:
                 place(block, index)
-        self.norm = RMSNorm(config.width, config.norm_eps)
+        ends_normed = config.segments[-1].loops is not None and cast(Loop, self.loops[-1]).normed
+        self.norm = nn.Identity() if ends_normed else RMSNorm(config.width, config.norm_eps)
         self._init_weights("embedding", self.embedding, seed)
         self.checkpointing = False
 
@@ -284,7 +286,9 @@ def _build_loop(config: ModelConfig, loops: int | None) -> Loop:
     for name in sorted(config.loop.options.keys() & {"name", "width", "steps"}):
         source = {"name": "loop.preset", "width": "model.width", "steps": "model.layout"}[name]
         raise ValueError(f"{name} is no option of a loop; it comes from {source}")
-    return build(config.loop.preset, width=config.width, steps=loops, **config.loop.options)
+    # A norm inside a transition is a norm of the model like any other.
+    eps = {"norm_eps": config.norm_eps} if "norm_eps" in options_of(config.loop.preset) else {}
+    return build(config.loop.preset, width=config.width, steps=loops, **eps | config.loop.options)
 
 
 def _build_block(config: ModelConfig, layer: LayerSpec, visits: int) -> Block:
