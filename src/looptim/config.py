@@ -199,6 +199,7 @@ class OptimConfig(Strict):
     warmup: int = Field(100, ge=0, description="Updates of linear warm-up.")
     weight_decay: float = Field(0.1, ge=0)
     clip: float = Field(1.0, gt=0, description="Largest global norm of the gradient.")
+    rates: dict[str, float] = Field({}, description="Factors of the rate, by group, as in {transition = 0.5}.")
 
 
 class LoopSampling(Strict):

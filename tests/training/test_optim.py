@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from support import config, losses
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -428,3 +429,24 @@ def test_clipping_nothing_and_by_nothing():
     assert clip_gradients([nn.Parameter(torch.zeros(2))], 1.0) == 0
     with pytest.raises(ValueError, match="max_norm must be positive, got 0"):
         clip_gradients([], 0)
+
+
+def test_a_group_may_have_a_rate_of_its_own(tmp_path):
+    changed = config(optim={"rates": {"transition": 0.5}}, steps=3)
+    model = lo.LoopedLM(changed.model, seed=0)
+    groups = parameter_groups(model, lr=0.2, rates=changed.optim.rates)
+    assert {group["name"]: group["lr"] for group in groups if group["name"] in ("transition", "experts")} == {
+        "transition": 0.1,
+        "experts": 0.2,
+    }
+    rates = {}
+    for name, each in {"own": changed, "same": config(steps=3)}.items():
+        run = lo.train(each, tmp_path / name, progress=False)
+        rates[name] = losses(run)
+    assert rates["own"][1] == rates["same"][1]
+    assert rates["own"][3] != rates["same"][3]
+
+
+def test_an_unknown_group_is_refused():
+    with pytest.raises(ValueError, match="unknown group of parameters 'transitions', did you mean 'transition'"):
+        parameter_groups(torch.nn.Linear(2, 2), lr=0.1, rates={"transitions": 0.5})

@@ -18,7 +18,7 @@ from ..model import IGNORE, LoopedLM, MoE, Output, balance_update
 from ..rundir import RunDir
 from . import distributed
 from .distributed import World
-from .optim import MuonAdamW, clip_gradients, learning_rate
+from .optim import MuonAdamW, clip_gradients, learning_rate, set_rate
 
 
 class DivergedError(ValueError):
@@ -50,8 +50,7 @@ def update(run: TrainingState, step: int) -> dict[str, Any]:
     rows = world.rows(settings.batch_size)
     tokens, targets = run.data.batch("train", seed=settings.seed, step=step, batch_size=settings.batch_size, rows=rows)
     lr = learning_rate(step, peak=optim.lr, minimum=optim.min_lr, warmup=optim.warmup, total=settings.steps)
-    for group in run.optimizer.param_groups:
-        group["lr"] = lr
+    set_rate(run.optimizer.param_groups, lr, optim.rates)
     loss, loads = _accumulate(run, tokens.to(world.device), targets.to(world.device), step)
     norm = clip_gradients(run.model.parameters(), optim.clip)
     if not math.isfinite(loss) or not torch.isfinite(norm):

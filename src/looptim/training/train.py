@@ -98,7 +98,9 @@ def _prepare(config: Config, folder: RunDir, world: World, data: Dataset) -> Tra
     model.checkpointing = config.train.activation_checkpointing
     if config.train.compile:
         model.compile_blocks()
-    optimizer = MuonAdamW(parameter_groups(model, lr=config.optim.lr, weight_decay=config.optim.weight_decay))
+    optim = config.optim
+    groups = parameter_groups(model, lr=optim.lr, weight_decay=optim.weight_decay, rates=optim.rates)
+    optimizer = MuonAdamW(groups)
     return TrainingState(config, folder, world, data, model, optimizer)
 
 

@@ -2,56 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
+from ...base.choices import choose
 from ...loop import Loop
 from ...model import Attention, Experts, Head, Router, SwiGLU
 
-# Who owns a parameter decides where it goes; the outermost of these counts.
-ROLES: dict[type[nn.Module], str] = {
-    Loop: "transition",
-    Experts: "experts",
-    Attention: "matrices",
-    SwiGLU: "matrices",
-    Router: "router",
-    Head: "head",
-    nn.Embedding: "embedding",
+
+class Group(NamedTuple):
+    """A row of the table of groups: whose parameters go there, to which optimizer, and whether they decay."""
+
+    owners: tuple[type[nn.Module], ...]
+    kind: Literal["muon", "adamw"]
+    decays: bool
+
+
+# The outermost owner of a parameter counts; vectors are those of all owners but a transition.
+GROUPS = {
+    "matrices": Group((Attention, SwiGLU), "muon", True),
+    "experts": Group((Experts,), "muon", True),
+    "embedding": Group((nn.Embedding,), "adamw", True),
+    "head": Group((Head,), "adamw", True),
+    "router": Group((Router,), "adamw", True),
+    "other": Group((), "adamw", True),
+    "vectors": Group((), "adamw", False),
+    "transition": Group((Loop,), "adamw", False),
 }
-GROUPS = ("matrices", "experts", "embedding", "head", "router", "other", "vectors", "transition")
-UNDECAYED = ("vectors", "transition")
 
 
 def parameter_groups(
-    model: nn.Module, *, lr: float, weight_decay: float = 0.1, matrices: Literal["muon", "adamw"] = "muon"
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float = 0.1,
+    matrices: Literal["muon", "adamw"] = "muon",
+    rates: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
     """What `MuonAdamW` takes: every trainable parameter in exactly one group, tied ones once.
 
     Muon takes q, k, v, o of attention (the paper does not place o), gate, up, down of every feedforward and expert;
     AdamW takes the embedding, the head, the router, vectors (norms, biases) and all of the transition. Matrices decay;
     vectors do not, nor does anything of a transition: its parameters are gates and rates around a chosen point, and the
-    released Parcae decays none of them either. `matrices="adamw"` leaves Muon out.
+    released Parcae decays none of them either. `matrices="adamw"` leaves Muon out. `rates` are factors of the learning
+    rate, by the names of `GROUPS`.
     """
-    groups = {name: {"name": name, "params": [], "param_names": []} for name in GROUPS}
+    for name in rates or {}:
+        choose("group of parameters", name, GROUPS)
+    members: dict[str, dict[str, list]] = {name: {"params": [], "param_names": []} for name in GROUPS}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            group = groups[role(model, name, parameter)]
+            group = members[role(model, name, parameter)]
             group["params"].append(parameter)
             group["param_names"].append(name)
-    for name, group in groups.items():
-        group["kind"] = matrices if name in ("matrices", "experts") else "adamw"
-        group["lr"] = lr
-        group["weight_decay"] = 0.0 if name in UNDECAYED else weight_decay
-    return [group for group in groups.values() if group["params"]]
+    groups: list[dict[str, Any]] = [
+        {
+            "name": name,
+            **members[name],
+            "kind": matrices if row.kind == "muon" else row.kind,
+            "weight_decay": weight_decay if row.decays else 0.0,
+        }
+        for name, row in GROUPS.items()
+        if members[name]["params"]
+    ]
+    set_rate(groups, lr, rates)
+    return groups
+
+
+def set_rate(groups: Iterable[dict[str, Any]], lr: float, rates: Mapping[str, float] | None = None) -> None:
+    """Give every group its factor of the learning rate."""
+    for group in groups:
+        group["lr"] = lr * (rates or {}).get(group["name"], 1.0)
 
 
 def role(model: nn.Module, name: str, parameter: Tensor) -> str:
     """The group of a parameter, by the modules that own it."""
     path = name.split(".")
     owners = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path))]
-    found = next((role for module in owners for kind, role in ROLES.items() if isinstance(module, kind)), "other")
+    found = next((name for module in owners for name, row in GROUPS.items() if isinstance(module, row.owners)), "other")
     return "vectors" if parameter.ndim < 2 and found != "transition" else found
 
 
