@@ -139,6 +139,47 @@ def test_a_sequence_that_waits_for_its_first_loop_is_not_counted():
     torch.testing.assert_close(out.cross_entropy, together)
 
 
+DOCUMENTS = [[1, 7, 16], [24], [9, 9, 6]]
+"""Lengths of the documents in three sequences of 24 tokens: shorter and longer than the window of 5."""
+
+
+def packed_batch():
+    batch = tokens(3, 25)
+    ids = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in DOCUMENTS])
+    return batch[:, :-1], batch[:, 1:], ids
+
+
+@pytest.mark.parametrize("preset", ["vanilla", "operloop", "hyperloop"])
+@pytest.mark.parametrize("pattern", ["S", "F", "SF"])
+def test_documents_that_share_a_sequence_are_as_if_each_were_alone(preset, pattern):
+    model = scramble(LoopedLM(config(preset=preset, pattern=pattern, aux_coefficient=0.0), seed=0).double())
+    x, y, ids = packed_batch()
+    out = model.loss(x, y, documents=ids)
+    gradients = torch.autograd.grad(out.loss, list(model.parameters()))
+    rows = zip(x, y, DOCUMENTS, strict=True)
+    alone = [
+        model.loss(a.unsqueeze(0), b.unsqueeze(0))
+        for tokens_, targets, row in rows
+        for a, b in zip(tokens_.split(row), targets.split(row), strict=True)
+    ]
+    lengths = [length for row in DOCUMENTS for length in row]
+    together = sum(n * one.loss for n, one in zip(lengths, alone, strict=True)) / sum(lengths)
+    torch.testing.assert_close(out.loss, together, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(gradients, torch.autograd.grad(together, list(model.parameters())), rtol=1e-8, atol=1e-10)
+    for name, load in out.loads.items():
+        assert torch.equal(load, sum(one.loads[name] for one in alone))
+    assert abs(out.loss - model.loss(x, y).loss) > 1e-3
+
+
+def test_documents_that_cannot_be_kept_apart_are_refused():
+    x, y, ids = packed_batch()
+    model = LoopedLM(config(preset="full_bandwidth", options={"token_shift": True}), seed=0)
+    with pytest.raises(ValueError, match="full_bandwidth reads the state of the token before, which may be of another"):
+        model.loss(x, y, documents=ids)
+    with pytest.raises(ValueError, match=r"documents must have the shape of tokens, \(3, 24\), got \(1, 24\)"):
+        LoopedLM(config(), seed=0).loss(x, y, documents=ids[:1])
+
+
 def test_without_gradients_the_head_multiplies_once():
     head, h = LoopedLM(config(), seed=0).head, torch.randn(1, 5, SIZES["width"])
     with FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -279,7 +279,7 @@ class LoopedModel(LoopedPreTrainedModel):
     @property
     def shifted(self) -> bool:
         """Whether a token reads the state of the one before, which padding on the left would change."""
-        return any(getattr(module, "mixes_tokens", False) for module in self.body.loops.modules())
+        return self.body.mixes_tokens
 
     @property
     def _narrow(self) -> bool:
