@@ -155,7 +155,8 @@ def test_documents_that_share_a_sequence_are_as_if_each_were_alone(preset, patte
     model = scramble(LoopedLM(config(preset=preset, pattern=pattern, aux_coefficient=0.0), seed=0).double())
     x, y, ids = packed_batch()
     out = model.loss(x, y, documents=ids)
-    gradients = torch.autograd.grad(out.loss, list(model.parameters()))
+    weights = list(model.parameters())
+    gradients = torch.autograd.grad(out.loss, weights)
     rows = zip(x, y, DOCUMENTS, strict=True)
     alone = [
         model.loss(a.unsqueeze(0), b.unsqueeze(0))
@@ -165,7 +166,7 @@ def test_documents_that_share_a_sequence_are_as_if_each_were_alone(preset, patte
     lengths = [length for row in DOCUMENTS for length in row]
     together = sum(n * one.loss for n, one in zip(lengths, alone, strict=True)) / sum(lengths)
     torch.testing.assert_close(out.loss, together, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(gradients, torch.autograd.grad(together, list(model.parameters())), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(gradients, torch.autograd.grad(together, weights), rtol=1e-8, atol=1e-10)
     for name, load in out.loads.items():
         assert torch.equal(load, sum(one.loads[name] for one in alone))
     assert abs(out.loss - model.loss(x, y).loss) > 1e-3
@@ -270,6 +271,22 @@ def test_compiled_blocks_give_the_same_logits_and_are_compiled_once_for_all_loop
     assert counter.frame_count == once
     # One for each kind of block, dense or MoE, and slot, sliding or full, and not one for each of the nine layers.
     assert once <= 4
+
+
+def test_compiled_blocks_keep_documents_apart_and_are_not_compiled_anew_for_others():
+    plain, model = (scramble(LoopedLM(config(), seed=0)) for _ in range(2))
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    model.compile_blocks(backend=counter)
+    frames = set()
+    for seed in range(4):
+        x, y, _ = packed_batch()
+        ids = torch.randint(2, x.shape, generator=torch.Generator().manual_seed(seed)).cumsum(1) // 3
+        losses = [each.loss(x, y, documents=ids).loss for each in (plain, model)]
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
+        losses[1].backward()
+        frames.add(counter.frame_count)
+    assert len(frames) == 1 and all(p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_it_learns():

@@ -118,9 +118,7 @@ def convention_cells(ours: Count, other: Count | None = None) -> list[list[str]]
     ]
 
 
-def count(
-    config: Config | ModelConfig, *, seq_len: int | None = None, documents: Sequence[int] | None = None
-) -> Count:
+def count(config: Config | ModelConfig, *, seq_len: int | None = None, documents: Sequence[int] | None = None) -> Count:
     """Parameters and FLOPs of a model, without allocating it.
 
     What attention costs inside documents (`data.mask_attention`) depends on the data: `documents` has the lengths of a
