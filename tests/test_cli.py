@@ -61,9 +61,10 @@ def test_diagnose_gives_the_verdict():
 
 def test_count_prints_components_conventions_and_ratios():
     loop, baseline = (str(RECIPES / "paper" / "18" / name) for name in ("loop6-operloop.toml", "baseline.toml"))
-    text = run("count", loop, "--against", baseline).stdout
+    text = run("count", loop, "--against", baseline, "--set", "data.mask_attention=true").stdout
     assert re.search(r"routed +2,415,919,104 +75,497,472 ", text)
     assert re.search(r"flops +without head +[\d,]+ +1\.667", text)
+    assert "those of one document a sequence; data.mask_attention leaves fewer in training" in text
     answer = json.loads(run("count", baseline, "--json").stdout)
     assert answer["parameter_conventions"]["non-vocabulary without norms"] == 4_974_444_544
     assert answer["ratios"] is None

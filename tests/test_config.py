@@ -1,10 +1,11 @@
 """Recipes: layouts, files with a base, overrides, and one sentence for every mistake."""
 
 import pytest
-from support import RECIPES
+from support import RECIPES, config
 
 import looptim as lo
-from looptim.config import ModelConfig, parse_layout
+from looptim.config import Config, ModelConfig, parse_layout
+from looptim.rundir import difference
 
 
 def test_the_number_of_loops_is_part_of_the_layout():
@@ -48,6 +49,21 @@ def test_a_mistake_gets_one_clear_sentence(values, message):
 def test_configs_are_frozen():
     with pytest.raises(ValueError, match="frozen"):
         ModelConfig(layout="2").width = 3
+
+
+def test_a_config_from_before_a_key_is_the_config_with_its_default():
+    whole, tried = config(), []
+    for table in Config.model_fields:
+        for key, field in type(getattr(whole, table)).model_fields.items():
+            values = whole.model_dump()
+            if not field.is_required() and values[table][key] == field.get_default():
+                del values[table][key]
+                assert Config(**values) == whole, key
+                assert difference(Config(**values), whole) == []
+                tried.append(f"{table}.{key}")
+    assert "data.mask_attention" in tried and len(tried) > 25
+    changed = config(data={"mask_attention": True})
+    assert difference(whole, changed) == ["data.mask_attention: False -> True"]
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.toml")), ids=lambda p: str(p.relative_to(RECIPES)))

@@ -125,7 +125,8 @@ def count(
     import looptim
     from looptim.model.count import component_cells, convention_cells
 
-    ours = looptim.count(looptim.load_config(recipe, set=set or ()), seq_len=seq_len)
+    config = looptim.load_config(recipe, set=set or ())
+    ours = looptim.count(config, seq_len=seq_len)
     other = looptim.count(looptim.load_config(against), seq_len=seq_len) if against else None
     if json:
         ratios = ours.ratios(other) if other else None
@@ -137,6 +138,8 @@ def count(
     print_table(header, convention_cells(ours, other))
     print(f"training FLOPs per token: {3 * sum(ours.flops.values()):,.0f} (three forward passes)")
     print(f"KV cache: {ours.kv_bytes_per_token:,} bytes per token while no window is full (bf16, a slot per layer)")
+    if config.data.mask_attention:
+        print("attention scores are those of one document a sequence; data.mask_attention leaves fewer in training")
 
 
 @app.command()

@@ -243,6 +243,9 @@ class DataConfig(Strict):
     valid_fold: int = Field(0, ge=0, description="Which share: another fold holds out other documents.")
     valid_source: str | None = Field(None, description="Held-out files; all of `source` is then trained on.")
     mask_boundaries: bool = Field(False, description="Whether targets across a document boundary become -100.")
+    mask_attention: bool = Field(
+        False, description="Whether attention stays inside a document and positions begin with it."
+    )
     cache: str | None = Field(None, description="A folder; by default $LOOPTIM_CACHE or ~/.cache/looptim.")
     options: dict[str, Any] = Field({}, description="Knobs of a synthetic task, or arguments of an hf: dataset.")
 

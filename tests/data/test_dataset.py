@@ -23,9 +23,9 @@ def batch(dataset, split="train", *, seed=0, step=0, batch_size=8, rows=None):
 def test_targets_are_the_next_tokens(corpus, open_):
     dataset = open_(corpus, seq_len=16)
     stream = torch.tensor(dataset._streams["train"].tolist())
-    tokens, targets = batch(dataset)
-    assert tokens.shape == targets.shape == (8, 16)
-    assert tokens.dtype == targets.dtype == torch.int64
+    tokens, targets, documents = batch(dataset)
+    assert tokens.shape == targets.shape == documents.shape == (8, 16)
+    assert tokens.dtype == targets.dtype == documents.dtype == torch.int64
     windows = {tuple(stream[at : at + 17].tolist()) for at in range(0, len(stream) - 16, 16)}
     for x, y in zip(tokens.tolist(), targets.tolist(), strict=True):
         assert x[1:] == y[:-1]
@@ -60,8 +60,8 @@ def test_the_rows_of_all_ranks_are_the_global_batch(source, world, corpus, open_
             parts = [
                 batch(dataset, split, step=step, rows=slice(r * 8 // world, (r + 1) * 8 // world)) for r in range(world)
             ]
-            for which in (0, 1):
-                assert torch.equal(torch.cat([part[which] for part in parts]), whole[which])
+            for rows, every in zip(zip(*parts, strict=True), whole, strict=True):
+                assert torch.equal(torch.cat(rows), every)
 
 
 def test_every_window_comes_once_an_epoch_whatever_the_batch_size(corpus, open_):
@@ -119,8 +119,8 @@ def test_few_long_documents_are_split_at_their_tails(tmp_path, open_, texts):
 
 def test_boundaries_are_masked_on_demand(corpus, open_):
     plain, masked = open_(corpus, seq_len=64), open_(corpus, seq_len=64, mask_boundaries=True)
-    tokens, targets = batch(plain)
-    _, hidden = batch(masked)
+    tokens, targets, _ = batch(plain)
+    hidden = batch(masked).targets
     ends = tokens == plain.tokenizer.eos
     assert ends.any()
     assert (targets != -100).all()
@@ -128,6 +128,35 @@ def test_boundaries_are_masked_on_demand(corpus, open_):
     assert torch.equal(hidden[~ends], targets[~ends])
     # The end of a document is still learned.
     assert (hidden == plain.tokenizer.eos).any()
+
+
+def test_the_documents_of_a_batch_are_those_of_the_corpus(corpus, open_, documents):
+    # Three documents or parts of them in most windows; the first windows of the shortest seq_len end inside of one.
+    for seq_len in (16, 500):
+        dataset = open_(corpus, seq_len=seq_len)
+        eos, found = dataset.tokenizer.eos, []
+        for tokens, ids in zip(*batch(dataset)[::2], strict=True):
+            for piece in torch.tensor_split(tokens, (ids.diff().nonzero().flatten() + 1).tolist()):
+                *text, last = piece.tolist()
+                assert eos not in text
+                found.append(dataset.tokenizer.decode([*text, last]))
+                whole = [document for document in documents if found[-1] in document]
+                assert whole
+                # A piece that a window does not cut is one document and its end.
+                assert last != eos or any(document.endswith(found[-1]) for document in whole)
+        assert batch(dataset).document_lengths() and sum(batch(dataset).document_lengths()) == 8 * seq_len
+        assert len(batch(dataset).document_lengths()) == len(found)
+    assert set(found) & set(documents)
+
+
+def test_a_batch_is_split_and_moved_as_one(corpus, open_):
+    whole = batch(open_(corpus, seq_len=300))
+    parts = whole.split(3)
+    assert [len(part.tokens) for part in parts] == [3, 3, 2]
+    for pieces, every in zip(zip(*parts, strict=True), whole, strict=True):
+        assert torch.equal(torch.cat(pieces), every)
+    assert {part.device.type for part in whole.to(torch.device("meta"))} == {"meta"}
+    assert [length for part in parts for length in part.document_lengths()] == whole.document_lengths()
 
 
 def test_bpe_never_sees_what_is_held_out(corpus, open_, texts):

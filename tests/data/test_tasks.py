@@ -156,8 +156,7 @@ def test_impossible_knobs_are_errors(name, knobs, message, open_):
 def test_windows_hold_whole_examples_with_the_loss_on_the_answers(name, knobs, open_):
     dataset = open_(f"synthetic:{name}", options=knobs, seq_len=300)
     for split in ("train", "valid"):
-        tokens, targets = dataset.batch(split, seed=1, step=2, batch_size=4)
-        for x, y in zip(tokens.tolist(), targets.tolist(), strict=True):
+        for x, y, ids in zip(*(t.tolist() for t in dataset.batch(split, seed=1, step=2, batch_size=4)), strict=True):
             text = dataset.tokenizer.decode([*x, y[-1] if y[-1] >= 0 else dataset.tokenizer.eos])
             lines = text.split("\n")
             assert lines.pop() == ""
@@ -167,12 +166,17 @@ def test_windows_hold_whole_examples_with_the_loss_on_the_answers(name, knobs, o
                 assert line == prompt + SOLVE[name](prompt, **knobs)
                 expected.append(line.removeprefix(prompt) + "\n")
             assert dataset.tokenizer.decode([token for token in y if token != -100]) == "".join(expected)
+            # Every example is a document, and so is what fills the window up.
+            pieces = [list(piece) for _, piece in itertools.groupby(zip(x, ids, strict=True), key=lambda pair: pair[1])]
+            written = [dataset.tokenizer.decode([token for token, _ in piece]) for piece in pieces]
+            assert [text.removesuffix("\n") for text in written if text] == lines
+            assert written.count("") == (x[-1] == dataset.tokenizer.eos)
 
 
 def test_the_prompt_counts_on_demand(open_):
     options = {"digits": 2, "loss_on_prompt": True}
     dataset = open_("synthetic:addition", options=options, seq_len=64)
-    tokens, targets = dataset.batch("train", seed=0, step=0, batch_size=2)
+    tokens, targets, _ = dataset.batch("train", seed=0, step=0, batch_size=2)
     # Six examples of ten bytes fit into 65, and the first token is nobody's target.
     assert (targets != -100).sum(1).tolist() == [59, 59]
     assert torch.equal(targets[:, :59], tokens[:, 1:60])

@@ -131,6 +131,18 @@ def test_packed_sequences_do_not_see_each_other():
         assert_same(packed[:, 9:], model.looped(second))
 
 
+@pytest.mark.parametrize("preset", ["vanilla", "operloop", "hyperloop"])
+def test_packed_sequences_are_the_documents_of_a_looped_model(preset):
+    model = wrapped(preset)
+    lengths = [[9, 1, 10], [3, 3, 14]]
+    ids = torch.stack([torch.repeat_interleave(torch.arange(3), torch.tensor(row)) for row in lengths])
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+    packed = model(tokens(2, 20), position_ids=positions, use_cache=False).logits
+    looped = model.looped
+    hidden, _ = looped.hidden(looped.embed(tokens(2, 20)), documents=ids)
+    assert_same(packed, looped.head(hidden))
+
+
 def test_attention_is_told_the_positions_by_which_flash_sees_packed_sequences():
     seen = []
 

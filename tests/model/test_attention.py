@@ -70,11 +70,12 @@ def test_a_query_sees_exactly_its_window(window):
             assert seen == list(range(first, i + 1)) or (i == 0 and seen == [])
 
 
-def forward_backward_flops(length, window):
+def forward_backward_flops(length, window, document=None):
     # The meta device takes the math path, which counts every score that is computed, masked or not.
     qkv = [t.detach().to("meta").requires_grad_() for t in random_qkv(length, batch=1)]
+    starts = None if document is None else document_starts(torch.arange(length).unsqueeze(0) // document)
     with FlopCounterMode(display=False) as counter:
-        causal_attention(*qkv, window=window).sum().backward()
+        causal_attention(*qkv, window=window, starts=starts).sum().backward()
     return counter.get_total_flops()
 
 
@@ -82,6 +83,15 @@ def test_cost_is_linear_in_length():
     assert 1.9 < forward_backward_flops(4096, 128) / forward_backward_flops(2048, 128) < 2.1
     assert forward_backward_flops(4096, None) / forward_backward_flops(2048, None) > 3.9
     assert forward_backward_flops(4096, 128) < forward_backward_flops(4096, None) / 20
+
+
+@pytest.mark.parametrize("document", [50, 300, 2048])
+def test_cost_of_windows_inside_documents_is_linear_in_length(document):
+    once, twice = (forward_backward_flops(length, 128, document) for length in (2048, 4096))
+    assert 1.9 < twice / once < 2.1
+    # Documents never add to what a window takes; where they are shorter than it, they take away.
+    assert twice <= forward_backward_flops(4096, 128)
+    assert forward_backward_flops(4096, None, document) < 1.1 * forward_backward_flops(4096, None) * document / 4096
 
 
 class LargestTensor(TorchDispatchMode):

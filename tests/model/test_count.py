@@ -1,9 +1,12 @@
 """Counting: components add up to the model, conventions to their definitions."""
 
 import pytest
+import torch
 
 import looptim as lo
 from looptim.config import Config, ModelConfig
+from looptim.model import document_starts
+from looptim.model.attention import visible
 from looptim.model.count import mean_keys, training_flops, transition_flops
 from looptim.model.lm import LoopedLM
 
@@ -24,7 +27,7 @@ def test_components_add_up_to_the_models_parameters(tied):
 
 @pytest.mark.parametrize(("length", "window"), [(1, 1), (5, 3), (5, 5), (5, 9), (100, 7)])
 def test_mean_keys_by_counting(length, window):
-    assert mean_keys(length, window) == pytest.approx(sum(min(i + 1, window) for i in range(length)) / length)
+    assert mean_keys([length], window) == pytest.approx(sum(min(i + 1, window) for i in range(length)) / length)
 
 
 def test_cache_bytes():
@@ -52,6 +55,31 @@ def test_training_flops_of_truncated_backpropagation_by_hand():
     train = {"seq_len": 32, "loops": {"grad_loops": 4}}
     assert training_flops(Config(model=model, train=train)) == pytest.approx(forward + 2 * backward)
     assert training_flops(Config(model=model, train={"seq_len": 32})) == pytest.approx(3 * forward)
+
+
+@pytest.mark.parametrize("window", [None, 3, 9])
+def test_mean_keys_of_documents_are_what_the_mask_leaves(window):
+    lengths = [1, 5, 2, 12]
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)).unsqueeze(0)
+    place, never = torch.arange(20), torch.tensor(0)
+    seen = visible(window, document_starts(ids))(never, never, place[:, None], place)
+    assert mean_keys(lengths, window) == pytest.approx(seen.sum().item() / 20)
+
+
+def test_flops_inside_documents_are_fewer_by_the_scores_that_are_not_computed():
+    model = ModelConfig(layout="1-1x3-1", pattern="SF", loop={"preset": "vanilla"}, max_length=32, **SMALL)
+    config, lengths = Config(model=model, train={"seq_len": 32}), [32, 20, 12, 1, 31]
+    whole, parts = lo.count(config), lo.count(config, documents=lengths)
+    # Of the five unrolled layers two are sliding, the first and the last, and three full; four heads of sixteen.
+    scores = 2 * 2 * 64 * (2 * mean_keys(lengths, 8) + 3 * mean_keys(lengths, None))
+    assert parts.flops == {**whole.flops, "attention scores": pytest.approx(scores)}
+    assert scores < 0.9 * whole.flops["attention scores"]
+    assert parts.kv_bytes == whole.kv_bytes
+    assert training_flops(config, documents=lengths) == pytest.approx(3 * sum(parts.flops.values()))
+    assert lo.count(config, documents=[32]).flops == whole.flops
+    for wrong in ([], [0, 3], [33]):
+        with pytest.raises(ValueError, match=r"documents must be lengths from 1 to seq_len \(32\), got"):
+            lo.count(config, documents=wrong)
 
 
 def test_ratios_to_itself_are_one():

@@ -139,6 +139,48 @@ def test_a_sequence_that_waits_for_its_first_loop_is_not_counted():
     torch.testing.assert_close(out.cross_entropy, together)
 
 
+DOCUMENTS = [[1, 7, 16], [24], [9, 9, 6]]
+"""Lengths of the documents in three sequences of 24 tokens: shorter and longer than the window of 5."""
+
+
+def packed_batch():
+    batch = tokens(3, 25)
+    ids = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in DOCUMENTS])
+    return batch[:, :-1], batch[:, 1:], ids
+
+
+@pytest.mark.parametrize("preset", ["vanilla", "operloop", "hyperloop"])
+@pytest.mark.parametrize("pattern", ["S", "F", "SF"])
+def test_documents_that_share_a_sequence_are_as_if_each_were_alone(preset, pattern):
+    model = scramble(LoopedLM(config(preset=preset, pattern=pattern, aux_coefficient=0.0), seed=0).double())
+    x, y, ids = packed_batch()
+    out = model.loss(x, y, documents=ids)
+    weights = list(model.parameters())
+    gradients = torch.autograd.grad(out.loss, weights)
+    rows = zip(x, y, DOCUMENTS, strict=True)
+    alone = [
+        model.loss(a.unsqueeze(0), b.unsqueeze(0))
+        for tokens_, targets, row in rows
+        for a, b in zip(tokens_.split(row), targets.split(row), strict=True)
+    ]
+    lengths = [length for row in DOCUMENTS for length in row]
+    together = sum(n * one.loss for n, one in zip(lengths, alone, strict=True)) / sum(lengths)
+    torch.testing.assert_close(out.loss, together, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(gradients, torch.autograd.grad(together, weights), rtol=1e-8, atol=1e-10)
+    for name, load in out.loads.items():
+        assert torch.equal(load, sum(one.loads[name] for one in alone))
+    assert abs(out.loss - model.loss(x, y).loss) > 1e-3
+
+
+def test_documents_that_cannot_be_kept_apart_are_refused():
+    x, y, ids = packed_batch()
+    model = LoopedLM(config(preset="full_bandwidth", options={"token_shift": True}), seed=0)
+    with pytest.raises(ValueError, match="full_bandwidth reads the state of the token before, which may be of another"):
+        model.loss(x, y, documents=ids)
+    with pytest.raises(ValueError, match=r"documents must have the shape of tokens, \(3, 24\), got \(1, 24\)"):
+        LoopedLM(config(), seed=0).loss(x, y, documents=ids[:1])
+
+
 def test_without_gradients_the_head_multiplies_once():
     head, h = LoopedLM(config(), seed=0).head, torch.randn(1, 5, SIZES["width"])
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -229,6 +271,22 @@ def test_compiled_blocks_give_the_same_logits_and_are_compiled_once_for_all_loop
     assert counter.frame_count == once
     # One for each kind of block, dense or MoE, and slot, sliding or full, and not one for each of the nine layers.
     assert once <= 4
+
+
+def test_compiled_blocks_keep_documents_apart_and_are_not_compiled_anew_for_others():
+    plain, model = (scramble(LoopedLM(config(), seed=0)) for _ in range(2))
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    model.compile_blocks(backend=counter)
+    frames = set()
+    for seed in range(4):
+        x, y, _ = packed_batch()
+        ids = torch.randint(2, x.shape, generator=torch.Generator().manual_seed(seed)).cumsum(1) // 3
+        losses = [each.loss(x, y, documents=ids).loss for each in (plain, model)]
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
+        losses[1].backward()
+        frames.add(counter.frame_count)
+    assert len(frames) == 1 and all(p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_it_learns():

@@ -77,7 +77,9 @@ def test_what_makes_a_run_small_or_random_gives_the_losses_of_one_process_on_two
     recipe = tmp_path / "recipe.toml"
     shared = {"loop": {"preset": "huginn", "options": {"start": "prelude"}}, "init_std": 0.3}
     loops = {"scheme": "parcae", "mean": 3.0, "grad_loops": 2}
-    small = config(model=shared, steps=4, valid_every=4, micro_batch=1, activation_checkpointing=True, loops=loops)
+    inside = {"mask_attention": True}
+    pieces = {"micro_batch": 1, "activation_checkpointing": True}
+    small = config(model=shared, data=inside, steps=4, valid_every=4, loops=loops, **pieces)
     recipe.write_text(small.to_toml())
     done = run_training(2, recipe, tmp_path / "two")
     assert done.returncode == 0, done.stderr

@@ -329,6 +329,13 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path):
             {"model": {"loop": {"preset": "vanilla"}}, "loops": {"grad_loops": 1}},
             "without a gradient: vanilla reads it",
         ),
+        (
+            {
+                "model": {"loop": {"preset": "full_bandwidth", "options": {"token_shift": True}}},
+                "data": {"mask_attention": True},
+            },
+            "full_bandwidth reads the state of the token before, which may be of another document; set data.mask_att",
+        ),
         # Before the data is looked for.
         ({"model": {"loop": {"preset": "operlop"}}, "data": {"source": "/nothing", "options": {}}}, "unknown preset"),
     ],

@@ -1,7 +1,7 @@
 """Corpora, tokenizers, packed batches that are pure functions of (seed, step), and synthetic reasoning tasks."""
 
 from ..config import DataConfig
-from .dataset import Dataset
+from .dataset import Batch, Dataset
 from .packing import open_data
 from .tasks import TASKS, Example, Task, evaluate_exact_match, find_task
 from .tokenizer import EOS, Tokenizer
@@ -9,6 +9,7 @@ from .tokenizer import EOS, Tokenizer
 __all__ = [
     "EOS",
     "TASKS",
+    "Batch",
     "DataConfig",
     "Dataset",
     "Example",

@@ -5,17 +5,41 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 import torch
 
-from ..model import IGNORE
+from ..model import IGNORE, document_lengths, document_starts
 from .corpus import SPLITS, Split
 from .permutation import permute
 from .shards import open_shard
 from .tasks import Task
 from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
+
+
+class Batch(NamedTuple):
+    """Rows of tokens, with what follows each token and which document it is of."""
+
+    tokens: Int[torch.Tensor, "rows length"]
+    targets: Int[torch.Tensor, "rows length"]
+    """A target without loss is -100."""
+    documents: Int[torch.Tensor, "rows length"]
+    """Ids that change where another document begins; the token that ends a document is of it."""
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(*(part.to(device) for part in self))
+
+    def split(self, rows: int) -> list[Batch]:
+        """The same in batches of so many rows; the last may have fewer."""
+        return [Batch(*parts) for parts in zip(*(part.split(rows) for part in self), strict=True)]
+
+    def document_lengths(self) -> list[int]:
+        """Tokens of each document, or of the part of it that is in a row: what `count` takes as `documents`."""
+        return document_lengths(document_starts(self.documents))
 
 
 class Dataset(abc.ABC):
@@ -38,13 +62,11 @@ class Dataset(abc.ABC):
         """Windows of an epoch, None where they are drawn without end."""
 
     @abc.abstractmethod
-    def windows(self, split: Split, seed: int, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens and targets at these places of the split's endless order."""
+    def windows(self, split: Split, seed: int, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The tokens, targets and documents at these places of the split's endless order."""
 
-    def batch(
-        self, split: Split, *, seed: int, step: int, batch_size: int, rows: slice | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and targets of a step, each (rows, seq_len) int64; a target without loss is -100.
+    def batch(self, split: Split, *, seed: int, step: int, batch_size: int, rows: slice | None = None) -> Batch:
+        """Tokens, targets and documents of a step, each (rows, seq_len) int64.
 
         `batch_size` is the global batch and `rows` selects a process's part of it: rank r of w takes
         `slice(r * B // w, (r + 1) * B // w)`, and all of them see together what one sees alone. In training every
@@ -60,8 +82,7 @@ class Dataset(abc.ABC):
                 f"fewer than a batch of {batch_size}; {_more_windows(split)}"
             )
         samples = step * batch_size + np.arange(batch_size)[rows if rows is not None else slice(None)]
-        tokens, targets = self.windows(split, seed if split == "train" else 0, samples)
-        return torch.from_numpy(tokens), torch.from_numpy(targets)
+        return Batch(*map(torch.from_numpy, self.windows(split, seed if split == "train" else 0, samples)))
 
 
 def _check_split(split: str) -> None:
@@ -98,7 +119,7 @@ class PackedDataset(Dataset):
     def num_windows(self, split: Split) -> int:
         return max(self.num_tokens(split) - 1, 0) // self.seq_len
 
-    def windows(self, split: Split, seed: int, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def windows(self, split: Split, seed: int, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         size = self.num_windows(split)
         # Validation repeats one epoch, in an order of which any beginning is a fair sample.
         epochs = samples // size if split == "train" else np.zeros_like(samples)
@@ -111,6 +132,7 @@ class PackedDataset(Dataset):
         for row, place in zip(packed, places, strict=True):
             row[:] = stream[place * width : place * width + width + 1]
         tokens, targets = packed[:, :-1].copy(), packed[:, 1:].copy()
+        ends = tokens == self.tokenizer.eos
         if self.mask_boundaries:
-            targets[tokens == self.tokenizer.eos] = IGNORE
-        return tokens, targets
+            targets[ends] = IGNORE
+        return tokens, targets, ends.cumsum(1) - ends

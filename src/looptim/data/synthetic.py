@@ -52,20 +52,24 @@ class SyntheticDataset(Dataset):
     def num_windows(self, split: Split) -> None:
         """None: a task never ends."""
 
-    def windows(self, split: Split, seed: int, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def windows(self, split: Split, seed: int, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         packed = np.full((len(samples), self.seq_len + 1), self.tokenizer.eos, dtype=np.int64)
         counts = np.zeros(packed.shape, dtype=bool)
+        # What fills a window up is a document of its own.
+        documents = np.full(packed.shape, -1, dtype=np.int64)
         for row, sample in enumerate(samples):
-            tokens, loss = self._fill(split, seed, int(sample))
+            tokens, loss, examples = self._fill(split, seed, int(sample))
             packed[row, : len(tokens)] = tokens
             counts[row, : len(loss)] = loss
-        return packed[:, :-1].copy(), np.where(counts, packed, IGNORE)[:, 1:].copy()
+            documents[row, : len(examples)] = examples
+        return packed[:, :-1].copy(), np.where(counts, packed, IGNORE)[:, 1:].copy(), documents[:, :-1].copy()
 
-    def _fill(self, split: Split, seed: int, sample: int) -> tuple[list[int], list[bool]]:
-        """The tokens of a window, and which of them count as targets."""
+    def _fill(self, split: Split, seed: int, sample: int) -> tuple[list[int], list[bool], list[int]]:
+        """The tokens of a window, which of them count as targets, and which example each is of."""
         assert self.task is not None
         tokens: list[int] = []
         loss: list[bool] = []
+        examples: list[int] = []
         for index in itertools.count(sample * _MOST):
             example = self.task.example(split, seed, index, **self.knobs)
             prompt, answer = self.tokenizer.encode(example.prompt), self.tokenizer.encode(example.answer + STOP)
@@ -81,4 +85,5 @@ class SyntheticDataset(Dataset):
             on_prompt = [self.loss_on_prompt] * len(prompt)
             on_prompt[0] &= not self.mask_boundaries
             loss += on_prompt + [True] * len(answer)
-        return tokens, loss
+            examples += [index - sample * _MOST] * size
+        return tokens, loss, examples

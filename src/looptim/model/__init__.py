@@ -1,6 +1,6 @@
 """The looped language model and the parts of its backbone, each usable alone."""
 
-from .attention import Attend, Attention, causal_attention, document_starts
+from .attention import Attend, Attention, causal_attention, document_lengths, document_starts
 from .block import Block
 from .head import IGNORE, Head
 from .layout import ATTENTION, AttentionKind, LayerSpec, Layout
@@ -33,6 +33,7 @@ __all__ = [
     "auxiliary_loss",
     "balance_update",
     "causal_attention",
+    "document_lengths",
     "document_starts",
     "rope_table",
 ]

@@ -74,13 +74,22 @@ def document_starts(documents: Int[Tensor, "batch length"]) -> Int[Tensor, "batc
     return (places * begins).cummax(1).values
 
 
+def document_lengths(starts: Int[Tensor, "batch length"]) -> list[int]:
+    """The lengths of all documents, row by row.
+
+    >>> document_lengths(torch.tensor([[0, 0, 2, 2, 2], [0, 0, 0, 0, 4]]))
+    [2, 3, 4, 1]
+    """
+    first = starts == torch.arange(starts.shape[1], device=starts.device)
+    ends = [*first.flatten().nonzero().flatten().tolist(), first.numel()]
+    return [end - start for start, end in itertools.pairwise(ends)]
+
+
 # A compiler would make new code for every set of lengths.
 @torch.compiler.disable
 def attention_by_document(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, starts: Tensor) -> Tensor:
     """Attention inside each document, one after the other: what a mask would hide is not computed."""
-    first = starts == torch.arange(starts.shape[1], device=starts.device)
-    ends = [*first.flatten().nonzero().flatten().tolist(), first.numel()]
-    lengths = [end - start for start, end in itertools.pairwise(ends)]
+    lengths = document_lengths(starts)
     parts = zip(*(t.transpose(1, 2).flatten(0, 1).split(lengths) for t in (q, k, v)), strict=True)
     y = [causal_attention(*(t.transpose(0, 1).unsqueeze(0) for t in part), window=window) for part in parts]
     return torch.cat(y, dim=2).squeeze(0).unflatten(1, (len(q), -1)).transpose(0, 1)

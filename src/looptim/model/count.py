@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -22,6 +23,8 @@ FLOP_PARTS = ("attention", "attention scores", "dense FFN", "routed", "shared", 
 @dataclasses.dataclass(frozen=True)
 class Count:
     """What a model costs. FLOPs are per token of a forward pass at `seq_len`, a multiply-add counting two.
+
+    A sequence is one document, unless `count` was told the documents in it.
 
     Norms, RoPE, activations and the softmax are left out of the backbone, as is usual; a transition, which is mostly
     elementwise, is counted operation by operation.
@@ -115,8 +118,11 @@ def convention_cells(ours: Count, other: Count | None = None) -> list[list[str]]
     ]
 
 
-def count(config: Config | ModelConfig, *, seq_len: int | None = None) -> Count:
+def count(config: Config | ModelConfig, *, seq_len: int | None = None, documents: Sequence[int] | None = None) -> Count:
     """Parameters and FLOPs of a model, without allocating it.
+
+    What attention costs inside documents (`data.mask_attention`) depends on the data: `documents` has the lengths of a
+    fair sample of them, as they lie in sequences. Without it every sequence is one document, which is the most.
 
     >>> paper = count(ModelConfig(layout="18"))
     >>> paper.parameter_conventions()["non-vocabulary without norms"]
@@ -129,6 +135,10 @@ def count(config: Config | ModelConfig, *, seq_len: int | None = None) -> Count:
         seq_len = config.train.seq_len if isinstance(config, Config) else config.max_length
     if seq_len < 1:
         raise ValueError(f"seq_len must be at least 1, got {seq_len}")
+    documents = [seq_len] if documents is None else documents
+    if not documents or min(documents) < 1 or max(documents) > seq_len:
+        given = f"from {min(documents)} to {max(documents)}" if documents else "none"
+        raise ValueError(f"documents must be lengths from 1 to seq_len ({seq_len}), got {given}; cut longer ones")
     with torch.device("meta"):
         model = LoopedLM(model_config, seed=0)
     layout = Layout.of(model_config)
@@ -142,20 +152,24 @@ def count(config: Config | ModelConfig, *, seq_len: int | None = None) -> Count:
         depth=len(kept),
         parameters=parameters,
         active=_active(model_config, parameters),
-        flops=_flops(model_config, model, seq_len),
+        flops=_flops(model_config, model, documents),
         kv_bytes_per_token=kv_bytes_per_layer * len(kept),
         kv_bytes=kv_bytes_per_layer * sum(kept),
     )
 
 
-def training_flops(config: Config) -> float:
-    """A token's in an update of mean depth; the backward is twice the forward of the loops it goes through."""
+def training_flops(config: Config, *, documents: Sequence[int] | None = None) -> float:
+    """A token's in an update of mean depth; the backward is twice the forward of the loops it goes through.
+
+    `documents` is that of `count`: without it, a sequence is one document.
+    """
     loops, model = config.train.loops, config.model
     if loops.scheme != "fixed":
         model = model.with_loops(max(1, round(loops.mean + (loops.scheme == "huginn"))))
     differentiated = model if loops.grad_loops is None else model.with_loops(loops.grad_loops, at_most=True)
     forward, backward = (
-        sum(count(each, seq_len=config.train.seq_len).flops.values()) for each in (model, differentiated)
+        sum(count(each, seq_len=config.train.seq_len, documents=documents).flops.values())
+        for each in (model, differentiated)
     )
     return forward + 2 * backward
 
@@ -194,14 +208,14 @@ def _active(config: ModelConfig, parameters: dict[str, int]) -> dict[str, int]:
     return {**parameters, "routed": parameters["routed"] * config.top_k // config.experts}
 
 
-def _flops(config: ModelConfig, model: LoopedLM, seq_len: int) -> dict[str, float]:
+def _flops(config: ModelConfig, model: LoopedLM, documents: Sequence[int]) -> dict[str, float]:
     width, attention_width = config.width, config.heads * config.head_dim
     kv_width = config.kv_heads * config.head_dim
     swiglu = 2 * 3 * width
     flops: dict[str, float] = dict.fromkeys(FLOP_PARTS, 0)
     for layer in Layout.of(config).layers:
         flops["attention"] += 2 * width * (2 * attention_width + 2 * kv_width)
-        flops["attention scores"] += 2 * 2 * attention_width * mean_keys(seq_len, layer.attention.window)
+        flops["attention scores"] += 2 * 2 * attention_width * mean_keys(documents, layer.attention.window)
         if layer.feedforward == "dense":
             flops["dense FFN"] += swiglu * config.dense_hidden
         else:
@@ -213,14 +227,15 @@ def _flops(config: ModelConfig, model: LoopedLM, seq_len: int) -> dict[str, floa
     return flops
 
 
-def mean_keys(seq_len: int, window: int | None) -> float:
-    """How many keys a query sees on average over a sequence: `mean_i min(i + 1, window)`.
+def mean_keys(documents: Sequence[int], window: int | None) -> float:
+    """How many keys a query sees on average over documents of these lengths: `mean_i min(i + 1, window)`.
 
-    >>> mean_keys(4, None), mean_keys(4, 1)
-    (2.5, 1.0)
+    >>> mean_keys([4], None), mean_keys([4], 1), mean_keys([3, 1], None)
+    (2.5, 1.0, 1.75)
     """
-    window = min(window or seq_len, seq_len)
-    return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
+    kept = [min(window or length, length) for length in documents]
+    seen = sum(w * (w + 1) / 2 + (length - w) * w for length, w in zip(documents, kept, strict=True))
+    return seen / sum(documents)
 
 
 def transition_flops(loop: Loop) -> int:

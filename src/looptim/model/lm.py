@@ -115,6 +115,19 @@ class LoopedBody(nn.Module):
                 bad = int(low) if low < 0 else int(high)
                 raise ValueError(f"token {bad} is out of range: the vocabulary has {self.config.vocab_size}")
 
+    def check_documents(self) -> None:
+        """A ValueError where documents that share a sequence cannot be kept apart."""
+        if self.mixes_tokens:
+            raise ValueError(
+                f"{self.config.loop.preset} reads the state of the token before, which may be of another document; set "
+                "data.mask_attention=false (or give no documents), or choose a transition without token_shift"
+            )
+
+    @property
+    def mixes_tokens(self) -> bool:
+        """Whether a token reads the state of the one before in a transition, not only through attention."""
+        return any(getattr(module, "mixes_tokens", False) for module in self.loops.modules())
+
     def hidden(
         self,
         h: Float[Tensor, "B T d"],
@@ -134,6 +147,8 @@ class LoopedBody(nn.Module):
         of each token: attention then stays inside of it, and positions begin with it. `depth` and `grad_loops` are
         `depth` and `grad_steps` of every loop. `observe` is given the output of every unrolled layer.
         """
+        if documents is not None:
+            self.check_documents()
         layout = Layout.of(self._with_depth(depth, len(h)))
         visits = iter(self._visits(layout, h, positions, attend, documents))
         loops = iter(cast("list[Loop]", list(self.loops)))
@@ -252,11 +267,15 @@ class LoopedLM(LoopedBody):
         depth: Depth | None = None,
         grad_loops: int | None = None,
     ) -> Output:
-        """Mean cross entropy of the targets (-100 is ignored), and what balances the experts."""
+        """Mean cross entropy of the targets (-100 is ignored), and what balances the experts.
+
+        `documents` is that of `hidden`; the auxiliary loss is of whole rows, whatever documents are in them.
+        """
         h = self.embed(tokens)
-        if not isinstance(targets, Tensor) or targets.shape != tokens.shape:
-            given = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
-            raise ValueError(f"targets must have the shape of tokens, {tuple(tokens.shape)}, got {given}")
+        for name, value in {"targets": targets, **({} if documents is None else {"documents": documents})}.items():
+            if not isinstance(value, Tensor) or value.shape != tokens.shape:
+                given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(f"{name} must have the shape of tokens, {tuple(tokens.shape)}, got {given}")
         self.check_vocabulary(targets.masked_fill(targets == IGNORE, 0))
         h, stats = self.hidden(h, documents=documents, depth=depth, grad_loops=grad_loops)
         cross_entropy = self.head(h, targets)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..config import Config
-from ..data import Dataset
+from ..data import Batch, Dataset
 from ..loop import Depth, Loop, trace
 from ..loop.depth import Fixed, PerSequence
 from ..model import IGNORE, LoopedLM, MoE, Output, balance_update
@@ -48,10 +48,10 @@ def update(run: TrainingState, step: int) -> dict[str, Any]:
     # All that is random in the forward depends on seed, step and rank alone, so that no generator needs saving.
     torch.manual_seed(_mix(settings.seed, step, world.rank))
     rows = world.rows(settings.batch_size)
-    tokens, targets = run.data.batch("train", seed=settings.seed, step=step, batch_size=settings.batch_size, rows=rows)
+    batch = run.data.batch("train", seed=settings.seed, step=step, batch_size=settings.batch_size, rows=rows)
     lr = learning_rate(step, peak=optim.lr, minimum=optim.min_lr, warmup=optim.warmup, total=settings.steps)
     set_rate(run.optimizer.param_groups, lr, optim.rates)
-    loss, loads = _accumulate(run, tokens.to(world.device), targets.to(world.device), step)
+    loss, loads = _accumulate(run, batch.to(world.device), step)
     norm = clip_gradients(run.model.parameters(), optim.clip)
     if not math.isfinite(loss) or not torch.isfinite(norm):
         what = "loss" if not math.isfinite(loss) else "gradient"
@@ -63,22 +63,23 @@ def update(run: TrainingState, step: int) -> dict[str, Any]:
     return {"loss": loss, "lr": lr, "grad_norm": norm.item(), **_balance(run, loads)}
 
 
-def _accumulate(run: TrainingState, tokens: Tensor, targets: Tensor, step: int) -> tuple[float, dict[str, Tensor]]:
+def _accumulate(run: TrainingState, batch: Batch, step: int) -> tuple[float, dict[str, Tensor]]:
     """Gradients of the mean loss over the global batch, in micro-batches; the loss and the experts' loads."""
     settings, world = run.config.train, run.world
-    total_targets = world.sum((targets != IGNORE).sum())
+    total_targets = world.sum((batch.targets != IGNORE).sum())
     loads: dict[str, Tensor] = {}
     loss = torch.zeros((), device=world.device)
-    pieces = _pieces(run, tokens, targets)
-    for index, (x, y) in enumerate(pieces):
+    first = world.rows(settings.batch_size).start
+    pieces = _pieces(run, batch)
+    for index, piece in enumerate(pieces):
         distributed.synchronise_gradients(run.model, last=index == len(pieces) - 1)
-        with _autocast(run):
-            first = world.rows(settings.batch_size).start + index * len(pieces[0][0])
-            depth = sample_loops(run.config, step, slice(first, first + len(x)))
-            out: Output = run.model.loss(x, y, depth=depth, grad_loops=settings.loops.grad_loops)
+        rows = len(piece.tokens)
+        depth = sample_loops(run.config, step, slice(first, first + rows))
+        first += rows
+        out = _loss(run, piece, depth=depth, grad_loops=settings.loops.grad_loops)
         # Every target of the global batch counts the same, wherever it fell; FSDP then averages over processes.
-        share = (y != IGNORE).sum() / total_targets
-        auxiliary = (out.loss - out.cross_entropy) * (len(x) / settings.batch_size)
+        share = (piece.targets != IGNORE).sum() / total_targets
+        auxiliary = (out.loss - out.cross_entropy) * (rows / settings.batch_size)
         (world.size * (share * out.cross_entropy + auxiliary)).backward()
         loss += share * out.cross_entropy.detach()
         for name, load in out.loads.items():
@@ -86,15 +87,17 @@ def _accumulate(run: TrainingState, tokens: Tensor, targets: Tensor, step: int) 
     return world.sum(loss).item(), {name: world.sum(load) for name, load in loads.items()}
 
 
-def _pieces(run: TrainingState, tokens: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _pieces(run: TrainingState, batch: Batch) -> list[Batch]:
     """This process's rows in the micro-batches that its memory is for."""
-    size = run.config.train.micro_batch or len(tokens)
-    return list(zip(tokens.split(size), targets.split(size), strict=True))
+    return batch.split(run.config.train.micro_batch or len(batch.tokens))
 
 
-def _autocast(run: TrainingState):
+def _loss(run: TrainingState, batch: Batch, **options: Any) -> Output:
+    """The forward of a micro-batch, in the precision and with the attention that the recipe asks for."""
+    documents = batch.documents if run.config.data.mask_attention else None
     bf16 = run.config.train.dtype == "bf16"
-    return torch.autocast(run.world.device.type, torch.bfloat16) if bf16 else nullcontext()
+    with torch.autocast(run.world.device.type, torch.bfloat16) if bf16 else nullcontext():
+        return run.model.loss(batch.tokens, batch.targets, documents=documents, **options)
 
 
 def sample_loops(config: Config, step: int, rows: slice) -> Depth | None:
@@ -146,13 +149,11 @@ def validate(run: TrainingState) -> dict[str, Any]:
     values: dict[str, Any] = {}
     run.model.eval()
     for index in range(settings.valid_batches):
-        tokens, targets = run.data.batch(
-            "valid", seed=settings.seed, step=index, batch_size=settings.batch_size, rows=rows
-        )
-        for x, y in _pieces(run, tokens.to(world.device), targets.to(world.device)):
-            with _autocast(run), trace(run.model) if looped and not values else nullcontext() as seen:
-                out: Output = run.model.loss(x, y)
-            counted = (y != IGNORE).sum()
+        batch = run.data.batch("valid", seed=settings.seed, step=index, batch_size=settings.batch_size, rows=rows)
+        for piece in _pieces(run, batch.to(world.device)):
+            with trace(run.model) if looped and not values else nullcontext() as seen:
+                out = _loss(run, piece)
+            counted = (piece.targets != IGNORE).sum()
             total += torch.stack([out.cross_entropy.double() * counted, counted.double()])
             if seen is not None:
                 values = _loop_statistics(seen)

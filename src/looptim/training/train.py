@@ -105,9 +105,11 @@ def _prepare(config: Config, folder: RunDir, world: World, data: Dataset) -> Tra
 
 
 def check_model(config: Config) -> None:
-    """That the model of a recipe builds, and that its loops can be sampled and truncated as the recipe asks."""
+    """That the model of a recipe builds, keeps documents apart, and that its loops are sampled and cut as it asks."""
     with torch.device("meta"):
         model = LoopedLM(config.model, seed=0)
+    if config.data.mask_attention:
+        model.check_documents()
     loops, preset = config.train.loops, config.model.loop.preset
     if loops.scheme == "fixed" and loops.grad_loops is None:
         return
@@ -171,7 +173,7 @@ def _restore(run: TrainingState) -> int:
 
 def _loop(run: TrainingState, log: RunLog, first_step: int) -> None:
     settings = run.config.train
-    flops = training_flops(run.config)
+    flops = _flops(run)
     with StopRequest() as stop:
         if first_step == 0:
             # What the loops do before anything is learned.
@@ -186,6 +188,16 @@ def _loop(run: TrainingState, log: RunLog, first_step: int) -> None:
                 _save(run, done)
             if stopping and done < settings.steps:
                 raise KeyboardInterrupt
+
+
+def _flops(run: TrainingState) -> float:
+    """Training FLOPs of a token. Of attention inside documents only what is computed, by those of the first batch."""
+    settings = run.config.train
+    if not run.config.data.mask_attention:
+        return training_flops(run.config)
+    rows = run.world.rows(settings.batch_size)
+    batch = run.data.batch("train", seed=settings.seed, step=0, batch_size=settings.batch_size, rows=rows)
+    return training_flops(run.config, documents=batch.document_lengths())
 
 
 @final
