@@ -9,7 +9,8 @@ from looptim.config import Config, ModelConfig
 
 LOOPTIM = str(Path(sys.executable).with_name("looptim"))
 RECIPES = Path(__file__).parents[1] / "src" / "looptim" / "recipes"
-STUDIES = Path(__file__).parents[1] / "src" / "looptim" / "studies"
+REPO = Path(__file__).parents[1]
+STUDIES = REPO / "src" / "looptim" / "studies"
 PAPER_TABLES = json.loads((Path(__file__).parent / "paper_tables.json").read_text())
 """The numbers of the paper's results tables."""
 

@@ -214,7 +214,8 @@ class TrainConfig(Strict):
     """How a model is trained."""
 
     steps: int = Field(1000, ge=1, description="Updates.")
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, description="Of the initial weights, the order of the data, and all else at random.")
+    data_seed: int | None = Field(None, ge=0, description="Of the order of the data, where it is not `seed`.")
     seq_len: int = Field(4096, ge=1)
     batch_size: int = Field(1024, ge=1, description="Sequences per update, over all processes.")
     micro_batch: int | None = Field(None, ge=1, description="Sequences per forward and process; all by default.")

@@ -1,5 +1,6 @@
 """Batches: pure, complete, the same for one process and for many; and the cache they come from."""
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -97,6 +98,9 @@ def test_train_and_validation_share_no_document(corpus, open_, texts, documents)
     assert not set(train) & set(valid)
     assert 0.1 < len(valid) / len(documents * 2) < 0.3
     assert (dataset.fingerprint["train_documents"], dataset.fingerprint["valid_documents"]) == (len(train), len(valid))
+    held_out = "".join(valid).encode()
+    assert dataset.fingerprint["valid_bytes"] == len(held_out)
+    assert dataset.fingerprint["valid_hash"] == hashlib.sha256(held_out).hexdigest()
 
 
 def test_folds_hold_out_disjoint_documents(corpus, open_, texts, documents):

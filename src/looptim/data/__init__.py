@@ -1,7 +1,7 @@
 """Corpora, tokenizers, packed batches that are pure functions of (seed, step), and synthetic reasoning tasks."""
 
 from ..config import DataConfig
-from .dataset import Batch, Dataset
+from .dataset import Batch, Dataset, text_of
 from .packing import open_data
 from .tasks import TASKS, Example, Task, evaluate_exact_match, find_task
 from .tokenizer import EOS, Tokenizer
@@ -18,4 +18,5 @@ __all__ = [
     "evaluate_exact_match",
     "find_task",
     "open_data",
+    "text_of",
 ]

@@ -42,6 +42,14 @@ class Batch(NamedTuple):
         return document_lengths(document_starts(self.documents))
 
 
+def text_of(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a fingerprint that tells one text from another.
+
+    Where it lies does not, nor what follows from the rest and was not always recorded.
+    """
+    return {key: value for key, value in fingerprint.items() if key not in ("source", "valid_bytes", "valid_hash")}
+
+
 class Dataset(abc.ABC):
     """Windows of `seq_len` tokens with their targets, from a corpus or a task."""
 

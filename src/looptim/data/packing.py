@@ -100,7 +100,7 @@ def _trained_tokenizer(corpus: Corpus, vocab_size: int, cache: Path, progress: b
 
 def _pack(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: bool) -> None:
     """Both splits of a corpus as shards, with what is to be known of them in meta.json."""
-    content = hashlib.sha256()
+    content, held_out, valid_bytes = hashlib.sha256(), hashlib.sha256(), 0
     with contextlib.ExitStack() as stack:
         title = f"tokenizing {corpus.source.name}"
         shown = stack.enter_context(Progress(title, corpus.characters, show=progress))
@@ -117,6 +117,9 @@ def _pack(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: bool) ->
             started = False
             for piece in pieces:
                 started = True
+                if split == "valid":
+                    held_out.update(text := piece.encode())
+                    valid_bytes += len(text)
                 waiting.append((split, piece, False))
                 size += len(piece)
                 if size >= _TOGETHER:
@@ -133,6 +136,7 @@ def _pack(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: bool) ->
     meta: dict[str, Any] = {"split_by": corpus.by, "content": content.hexdigest(), "tokenizer": tokenizer.hash}
     for split, writer in writers.items():
         meta |= {f"{split}_tokens": writer.tokens, f"{split}_documents": writer.documents}
+    meta |= {"valid_bytes": valid_bytes, "valid_hash": held_out.hexdigest()}
     write_whole(folder / "meta.json", json.dumps(meta, indent=2) + "\n")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import lzma
 import zipfile
 import zlib
@@ -15,6 +16,8 @@ from .spec import Cell, Plan
 
 ARCHIVE = "runs.zip"
 """In the folder of a study."""
+LEFT_OUT = {"lr", "moe_load", "moe_load_max", "tokens_per_s", "mfu"}
+"""Of the metrics: two thirds of them, of which neither a table nor a figure of a study is made."""
 
 
 def pack(plan: Plan, runs: Path, archive: Path) -> bytes:
@@ -25,7 +28,7 @@ def pack(plan: Plan, runs: Path, archive: Path) -> bytes:
             # What was packed of it before goes: it may have been trained again, to another end.
             packed = {name: data for name, data in packed.items() if not name.startswith(f"{cell.name}/")}
             there = [file for file in files_of(cell, runs) if file.is_file()]
-            packed |= {file.relative_to(runs).as_posix(): file.read_bytes() for file in there}
+            packed |= {file.relative_to(runs).as_posix(): _content(file) for file in there}
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as zipped:
         for name, data in sorted(packed.items()):
@@ -52,6 +55,15 @@ def files_of(cell: Cell, runs: Path) -> list[Path]:
     run, answers = RunDir(runs / cell.name), answers_of(cell, runs)
     files = [run.config_file, run.environment_file, run.metrics.path, run.diverged_file]
     return [*files, *([answers] if answers else [])]
+
+
+def _content(file: Path) -> bytes:
+    """A file as it is packed: metrics without what is left out."""
+    if file.suffix != ".jsonl":
+        return file.read_bytes()
+    lines = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+    kept = [{key: value for key, value in line.items() if key not in LEFT_OUT} for line in lines]
+    return "".join(json.dumps(line) + "\n" for line in kept).encode()
 
 
 def _read(archive: Path) -> dict[str, bytes]:

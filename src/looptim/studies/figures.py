@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,36 +14,21 @@ from matplotlib.ticker import MaxNLocator
 from ..reporting.plots import Picture, axes_of, legend, log_scale, smooth
 from ..reporting.style import styles_of
 from ..rundir import Run
-from .measures import Estimate, Outcome, estimate, growth, paired
+from .measures import MEASURES, Comparison, Outcome, growth
 from .spec import Plan
+from .statistics import Estimate, estimate
 
 FIGURES = ("loss", "difference", "loops", "state_norm", "grad_norm")
 
 SCALE = "The scale is set by what follows the first tenth of training."
 
 
-class Measure(NamedTuple):
-    """What a finished run is judged by."""
-
-    label: str
-    better: str
-    of: Callable[[Outcome], Mapping[int, float]]
-    """Of every seed."""
-    highest: float | None = None
-    """It can be; the lowest is zero."""
-
-
-MEASURES = (
-    Measure("validation loss (nats per token)", "less", lambda outcome: outcome.loss),
-    Measure("exact match (share of problems)", "more", lambda outcome: outcome.exact_match, highest=1.0),
-)
-
 Curve = tuple[np.ndarray, np.ndarray]
 """Tokens and values."""
 Styles = Mapping[str, dict[str, Any]]
 
 
-def draw(plan: Plan, found: Sequence[Outcome]) -> list[Picture]:
+def draw(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison]) -> list[Picture]:
     """Every figure for which there are numbers."""
     done = [outcome for outcome in found if outcome.runs]
     reference = next((outcome for outcome in done if outcome.variant == plan.study.reference), None)
@@ -54,7 +39,7 @@ def draw(plan: Plan, found: Sequence[Outcome]) -> list[Picture]:
     styles = dict(zip(variants, styles_of([variant.preset for variant in variants.values()]), strict=True))
     drawn = [
         _loss(done, reference, styles),
-        _difference(done, reference, styles),
+        _difference(compared, plan.study.reference, styles),
         _loops(plan, done),
         _state_norm(done, styles),
         _grad_norm(done, styles),
@@ -75,7 +60,7 @@ def _loss(done: Sequence[Outcome], reference: Outcome | None, styles: Styles) ->
     if reference:
         _lines(grid[1], {o.variant: _minus(o.runs, reference.runs) for o in done}, styles)
     legend(figure, [_handle(outcome.variant, styles) for outcome in done])
-    caption = "Lines are means over seeds, smoothed; bands are 95% intervals of the smoothed. " + SCALE
+    caption = "Lines are means over seeds, smoothed; bands are 95% intervals of the smoothed, each for itself. " + SCALE
     return Picture("loss", caption, figure)
 
 
@@ -115,33 +100,36 @@ def _trim(axes: Axes, curves: Sequence[Curve]) -> None:
     axes.set_ylim(low - room, high + room)
 
 
-def _difference(done: Sequence[Outcome], reference: Outcome | None, styles: Styles) -> Picture | None:
-    """The last validation loss of every variant minus the reference's, with its interval and every seed."""
-    others = [outcome for outcome in done if outcome is not reference]
-    if reference is None or not others:
+def _difference(compared: Sequence[Comparison], reference: str, styles: Styles) -> Picture | None:
+    """Every variant minus the reference by every measure, with its interval and every seed."""
+    drawn = [(each, {name: v for name, v in each.to_reference.items() if v is not None}) for each in compared]
+    drawn = [(each, values) for each, values in drawn if values]
+    if not drawn:
         return None
-    measures = [measure for measure in MEASURES if measure.of(reference)]
-    figure = Figure(figsize=(5.6, len(measures) * (1.2 + 0.32 * len(others))), layout="constrained")
-    figure.suptitle(f"Difference to {reference.variant}", x=0.01, ha="left", fontsize=11, fontweight="bold")
-    for axes, measure in zip(figure.subplots(len(measures), 1, squeeze=False).flat, measures, strict=True):
-        axes.axvline(0, color=styles[reference.variant]["color"], linewidth=1.2)
-        for row, outcome in enumerate(others):
-            value = paired(measure.of(outcome), measure.of(reference))
-            if value is None:
-                continue
-            style = styles[outcome.variant]
+    heights = [1.2 + 0.32 * len(values) for _, values in drawn]
+    figure = Figure(figsize=(5.6, sum(heights)), layout="constrained")
+    figure.suptitle(f"Difference to {reference}", x=0.01, ha="left", fontsize=11, fontweight="bold")
+    grid = figure.subplots(len(drawn), 1, squeeze=False, height_ratios=heights)
+    for axes, (each, values) in zip(grid.flat, drawn, strict=True):
+        axes.axvline(0, color=styles[reference]["color"], linewidth=1.2)
+        for row, (name, value) in enumerate(values.items()):
+            style = styles[name]
             # Beside the interval, which would cover them.
             beside = [row + 0.22] * len(value.values)
             axes.scatter(value.values, beside, s=12, color=style["color"], alpha=0.45, linewidths=0)
             axes.errorbar(
                 value.mean, row, xerr=value.half, color=style["color"], marker=style["marker"], markersize=5, capsize=3
             )
-        axes.set_yticks(range(len(others)), [outcome.variant for outcome in others])
-        axes.set_ylim(len(others) - 0.5, -0.5)
+        axes.set_yticks(range(len(values)), list(values))
+        axes.set_ylim(len(values) - 0.5, -0.5)
         axes.grid(axis="y", visible=False)
         axes.xaxis.set_major_locator(MaxNLocator(6))
-        axes.set_xlabel(f"difference in {measure.label}, {measure.better} is better")
-    caption = "Paired by seed; bars are 95% intervals, small dots single seeds. Left of the line is better for losses."
+        measure = each.measure
+        axes.set_xlabel(f"{measure.heading} ({measure.unit}), {measure.better} is better")
+    caption = (
+        "Bars are 95% intervals that hold for all variants of a panel at once, with the residual of all of them; small "
+        "dots are single seeds, paired. Left of the line is better for losses."
+    )
     return Picture("difference", caption, figure)
 
 
@@ -160,7 +148,7 @@ def _loops(plan: Plan, done: Sequence[Outcome]) -> Picture | None:
     if max((len({loops for loops, _ in points}) for points in lines.values()), default=0) < 2:
         return None
     measures = [measure for measure in MEASURES if any(measure.of(outcome) for outcome in done)]
-    panels = [measure.label for measure in measures]
+    panels = [f"{measure.heading} ({measure.unit})" for measure in measures]
     figure, grid = axes_of("More loops", "mean over seeds", panels, sharey=False, xlabel="loops R")
     styles = styles_of(list(presets.values()))
     for axes, measure in zip(grid, measures, strict=True):
@@ -172,7 +160,7 @@ def _loops(plan: Plan, done: Sequence[Outcome]) -> Picture | None:
             _seeds(axes, values, style)
             _errorbars(axes, values, style)
         low, high = axes.get_ylim()
-        axes.set_ylim(max(low, -0.04), high if measure.highest is None else measure.highest + 0.04)
+        axes.set_ylim(max(low, -0.04), 1.04 if measure.percent else high)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     legend(figure, [Line2D([], [], label=name, **style) for name, style in zip(lines, styles, strict=True)])
     caption = (

@@ -1,4 +1,4 @@
-"""What the runs of a study say: means over seeds, paired differences, and how steady training was."""
+"""What a run is judged by, what the runs of a study say of that, and how steady training was."""
 
 from __future__ import annotations
 
@@ -6,49 +6,24 @@ import dataclasses
 import importlib.util
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..data import open_data
+from ..data import open_data, text_of
 from ..rundir import Run, RunDir, difference
 from .grid import answers_of, divergence, is_finished, is_settled, task_of
 from .spec import Cell, Plan
-
-QUANTILES = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
-"""Of Student's t at 0.975, for 1 to 30 degrees of freedom; more have the last, which makes them a little wide."""
+from .statistics import Estimate, Model, check, differences, estimate, fit, seeds_needed
 
 SPIKE = 0.3
 """Nats by which a logged loss must exceed the mean of the ten before it to be called a spike."""
 
-
-class Estimate(NamedTuple):
-    """A mean over seeds and the half-width of its 95% interval, None where one seed tells nothing of it."""
-
-    mean: float
-    half: float | None
-    values: tuple[float, ...]
-
-
-def estimate(values: Sequence[float]) -> Estimate | None:
-    """Mean and Student's interval, `t s / sqrt(n)`.
-
-    >>> round(estimate([1.0, 2.0, 3.0]).half, 3)
-    2.484
-    """
-    if not values:
-        return None
-    data = np.array(values, float)
-    if len(data) == 1:
-        return Estimate(float(data[0]), None, tuple(values))
-    quantile = QUANTILES[min(len(data) - 2, len(QUANTILES) - 1)]
-    return Estimate(float(data.mean()), float(quantile * data.std(ddof=1) / math.sqrt(len(data))), tuple(values))
+LAST = 0.2
+"""The share of the updates, at the end, whose training loss is averaged."""
 
 
 @final
@@ -62,8 +37,84 @@ class Outcome:
     failures: dict[int, str]
     loss: dict[int, float]
     """The last validation loss, in nats per token."""
+    training_loss: dict[int, float]
+    """The mean over the last fifth of the updates, in nats per token; empty where text was seen before."""
     exact_match: dict[int, float]
     """Shares, on the task the runs learn; empty on text."""
+
+
+class Measure(NamedTuple):
+    """What a finished run is judged by."""
+
+    key: str
+    heading: str
+    """Of its column in a table."""
+    unit: str
+    better: str
+    of: Callable[[Outcome], Mapping[int, float]]
+    """Of every seed."""
+    size: float
+    """A difference one would like to see."""
+    form: str
+    percent: bool = False
+    """Whether it is a share, from 0 to 1 in figures and files and in percent in tables."""
+
+
+MEASURES = (
+    Measure("loss", "validation loss", "nats per token", "less", lambda outcome: outcome.loss, 0.01, "{:.4f}"),
+    Measure(
+        "training_loss",
+        "training loss, last fifth",
+        "nats per token",
+        "less",
+        lambda outcome: outcome.training_loss,
+        0.01,
+        "{:.4f}",
+    ),
+    Measure(
+        "exact_match",
+        "exact match",
+        "share of problems",
+        "more",
+        lambda outcome: outcome.exact_match,
+        0.1,
+        "{:.1f}",
+        percent=True,
+    ),
+)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What the runs of a study say of the variants by one measure."""
+
+    measure: Measure
+    model: Model
+    to_reference: dict[str, Estimate | None]
+    """Of every variant: the difference, with intervals that hold together."""
+    to_twin: dict[str, Estimate | None]
+    """The same for what variants are compared with besides, again with intervals that hold together."""
+
+    def seeds_needed(self, difference: float) -> int | None:
+        """To see a difference to the reference."""
+        return seeds_needed(difference, self.model, max(1, len(self.model.table) - 1))
+
+
+def compare(plan: Plan, found: Sequence[Outcome]) -> list[Comparison]:
+    """The variants by every measure that there are numbers of."""
+    twins = {name: variant.against for name, variant in plan.study.variants.items() if variant.against}
+    made = []
+    for measure in MEASURES:
+        model = fit({outcome.variant: measure.of(outcome) for outcome in found})
+        if model.table:
+            against = dict.fromkeys(model.table, plan.study.reference)
+            made.append(Comparison(measure, model, _minus(model, against), _minus(model, twins)))
+    return made
+
+
+def _minus(model: Model, against: Mapping[str, str]) -> dict[str, Estimate | None]:
+    return {pair[0]: value for pair, value in differences(model, list(against.items())).items()}
 
 
 def check_runs(plan: Plan, runs: Path, *, progress: bool) -> None:
@@ -78,7 +129,7 @@ def check_runs(plan: Plan, runs: Path, *, progress: bool) -> None:
     data = open_data(
         config.data, vocab_size=config.model.vocab_size, seq_len=config.train.seq_len, progress=progress
     ).fingerprint
-    outcomes(plan, runs, seen={_text(data): "the runs that are missing"})
+    outcomes(plan, runs, seen={_name(data): "the runs that are missing"})
 
 
 def _check_config(cell: Cell, run: RunDir) -> None:
@@ -92,7 +143,7 @@ def _check_config(cell: Cell, run: RunDir) -> None:
 
 def outcomes(plan: Plan, runs: Path, *, seen: Mapping[str, str] | None = None) -> list[Outcome]:
     """Every variant's settled runs. That they are whole and all saw the same data, and that in `seen`, is checked."""
-    found = {name: Outcome(name, {}, {}, {}, {}) for name in plan.study.variants}
+    found = {name: Outcome(name, {}, {}, {}, {}, {}) for name in plan.study.variants}
     seen = dict(seen or {})
     for cell in plan.cells:
         outcome = found[cell.variant]
@@ -104,19 +155,21 @@ def outcomes(plan: Plan, runs: Path, *, seen: Mapping[str, str] | None = None) -
             continue
         try:
             run = _read(cell, runs)
-            data = _text(run.environment["data"])
+            data = run.environment["data"]
             share = _exact_match(cell, runs)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"the run {runs / cell.name} is damaged ({error}); delete it, and the same command trains it again"
             ) from None
-        seen.setdefault(data, f"the run {cell.name}")
+        seen.setdefault(_name(data), f"the run {cell.name}")
         loss = float(run.column("valid_loss")[1][-1])
         if not math.isfinite(loss):
             outcome.failures[cell.seed] = "its last validation loss is not finite"
             continue
         outcome.runs[cell.seed] = run
         outcome.loss[cell.seed] = loss
+        if is_fresh(cell, data):
+            outcome.training_loss[cell.seed] = training_loss(run, cell.config.train.steps)
         if share is not None:
             outcome.exact_match[cell.seed] = share
     if len(seen) > 1:
@@ -127,9 +180,28 @@ def outcomes(plan: Plan, runs: Path, *, seen: Mapping[str, str] | None = None) -
     return list(found.values())
 
 
-def _text(data: Mapping[str, Any]) -> str:
-    """What text it is; where it lies is not a part of that."""
-    return json.dumps({key: value for key, value in data.items() if key != "source"}, sort_keys=True)
+def _name(data: Mapping[str, Any]) -> str:
+    """What tells one text from another, as a key."""
+    return json.dumps(text_of(data), sort_keys=True)
+
+
+def is_fresh(cell: Cell, data: Mapping[str, Any]) -> bool:
+    """Whether every batch of a run was text it had not seen: less than an epoch of a text, at the depth of the layout.
+
+    Of a task that is drawn without end nothing is said: its problems may repeat.
+    """
+    settings, tokens = cell.config.train, data.get("train_tokens", 0)
+    windows = (tokens - 1) // settings.seq_len
+    return settings.steps * settings.batch_size <= windows and settings.loops.scheme == "fixed"
+
+
+def training_loss(run: Run, steps: int) -> float:
+    """The prequential loss at the end of a run: the plain mean of the losses logged in the last fifth of the updates.
+
+    The loss of an update is that of its batch before the weights have moved. On text that is seen once every batch is
+    held-out text, far more of it than a validation reads, and the same for all variants of a seed.
+    """
+    return float(np.mean([line["loss"] for line in run.lines if "loss" in line and line["step"] > (1 - LAST) * steps]))
 
 
 def _read(cell: Cell, runs: Path) -> Run:
@@ -147,11 +219,6 @@ def _read(cell: Cell, runs: Path) -> Run:
 def _exact_match(cell: Cell, runs: Path) -> float | None:
     answers = answers_of(cell, runs)
     return None if answers is None else json.loads(answers.read_text())["results"]["exact_match,none"]
-
-
-def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate | None:
-    """The difference over the seeds both have: same initial weights in the shared parts, same batches."""
-    return estimate([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
 
 
 def spikes(run: Run) -> int:
@@ -195,14 +262,21 @@ def stability(outcome: Outcome) -> dict[str, Estimate | None]:
     }
 
 
-def as_json(plan: Plan, found: Sequence[Outcome]) -> dict[str, Any]:
+def data_of(found: Sequence[Outcome]) -> dict[str, Any]:
+    """The fingerprint of the text all runs have seen; an empty one where there are none."""
+    return next((run.environment["data"] for outcome in found for run in outcome.runs.values()), {})
+
+
+def bits_per_byte(data: Mapping[str, Any]) -> float | None:
+    """What a loss in nats per token is to be multiplied with, by the tokens and bytes of the whole held-out text."""
+    return data["valid_tokens"] / (data["valid_bytes"] * math.log(2)) if data.get("valid_bytes") else None
+
+
+def as_json(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison]) -> dict[str, Any]:
     """Every number of the tables, for programs."""
-    by_name = {outcome.variant: outcome for outcome in found}
-    reference = by_name[plan.study.reference]
     rows = {}
     for outcome in found:
         count, variant = plan.counts[outcome.variant], plan.study.variants[outcome.variant]
-        twin = by_name[variant.against] if variant.against else None
         rows[outcome.variant] = {
             "preset": variant.preset,
             "options": variant.options,
@@ -210,17 +284,26 @@ def as_json(plan: Plan, found: Sequence[Outcome]) -> dict[str, Any]:
             "parameters": sum(count.parameters.values()),
             "active": sum(count.active.values()),
             "flops": plan.flops(outcome.variant),
-            "loss": _dict(estimate(list(outcome.loss.values()))),
-            "loss_difference": _dict(paired(outcome.loss, reference.loss)),
-            "loss_against": _dict(paired(outcome.loss, twin.loss)) if twin else None,
-            "exact_match": _dict(estimate(list(outcome.exact_match.values()))),
-            "exact_match_difference": _dict(paired(outcome.exact_match, reference.exact_match)),
-            "exact_match_against": _dict(paired(outcome.exact_match, twin.exact_match)) if twin else None,
+            **{measure.key: _dict(estimate(list(measure.of(outcome).values()))) for measure in MEASURES},
+            **{f"{each.measure.key}_difference": _dict(each.to_reference.get(outcome.variant)) for each in compared},
+            **{f"{each.measure.key}_against": _dict(each.to_twin.get(outcome.variant)) for each in compared},
             "stability": {name: _dict(value) for name, value in stability(outcome).items()},
             "seeds": list(outcome.runs),
             "failures": outcome.failures,
         }
-    return {"study": plan.name, "title": plan.study.title, "tokens": plan.tokens, "variants": rows}
+    models = {each.measure.key: _model(each) for each in compared}
+    head = {"study": plan.name, "title": plan.study.title, "tokens": plan.tokens, "reference": plan.study.reference}
+    return {**head, "data": data_of(found), "models": models, "variants": rows}
+
+
+def _model(compared: Comparison) -> dict[str, Any]:
+    model, checked, size = compared.model, check(compared.model), compared.measure.size
+    return {
+        "residual_sd": model.sd,
+        "degrees_of_freedom": model.df,
+        "check": checked and checked._asdict(),
+        "seeds_needed": {str(size): compared.seeds_needed(size)},
+    }
 
 
 def _dict(value: Estimate | None) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from ..rundir import difference
 from .archive import ARCHIVE, pack, unpack
 from .figures import FIGURES, draw
 from .grid import run_grid, sigterm_as_ctrl_c
-from .measures import Outcome, as_json, check_runs, outcomes
+from .measures import Outcome, as_json, check_runs, compare, outcomes
 from .spec import Plan, load_plan
 from .tables import tables
 
@@ -84,7 +84,8 @@ def _check_folder(out: Path, plan: Plan) -> None:
     try:
         before = json.loads(file.read_text())
         keys = [key for key in ("study", "reference") if before[key] != now[key]]
-        changed = [f"{key}: {before[key]!r} -> {now[key]!r}" for key in keys]
+        keys += [key for key in ("vary", "held") if before.get(key) != now.get(key)]
+        changed = [f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in keys]
         for name in now["variants"].keys() & before["variants"].keys():
             # As configs: a key that looptim has gained since then has its default in both.
             both = (Config(**each["variants"][name]) for each in (before, now))
@@ -97,12 +98,13 @@ def _check_folder(out: Path, plan: Plan) -> None:
 
 def write(plan: Plan, found: Sequence[Outcome], runs: Path, out: Path) -> Path:
     """Tables, figures, the page and the archive of what is there."""
-    made = tables(plan, found)
-    pictures, files = render(lambda: draw(plan, found))
+    compared = compare(plan, found)
+    made = tables(plan, found, compared)
+    pictures, files = render(lambda: draw(plan, found, compared))
     for kind, form in FORMATS.items():
         files[f"results.{kind}"] = form(made).encode()
     files[ARCHIVE] = pack(plan, runs, out / ARCHIVE)
-    files["results.json"] = (json.dumps(as_json(plan, found), indent=2) + "\n").encode()
+    files["results.json"] = (json.dumps(as_json(plan, found, compared), indent=2) + "\n").encode()
     files["index.html"] = _page(plan, found, made, pictures, files).encode()
     write_report(out, files, figures=FIGURES)
     return out / "index.html"

@@ -8,11 +8,11 @@ import json
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, final
+from typing import Annotated, Any, Literal, final
 
 from pydantic import AfterValidator, Field, model_validator
 
-from ..config import Config, Strict
+from ..config import Config, Strict, TrainConfig
 from ..model.count import Count, count, training_flops
 from ..recipe import find_file, load_config, shipped
 from ..training.train import check_model
@@ -21,8 +21,10 @@ TOLERANCE = 0.02
 """How far the training FLOPs of a variant may be from the reference's."""
 
 
-OWN = {"train.steps": "tokens", "train.seed": "seeds", "loop": "variants", "model.loop": "variants"}
+OWN = {"train.steps": "tokens", "loop": "variants", "model.loop": "variants"}
 """Keys of a recipe that a study sets itself, and from what."""
+VARIED = {"both": ("train.seed", "train.data_seed"), "weights": ("train.seed",), "data": ("train.data_seed",)}
+"""Those that it has from its seeds, by what these are to vary."""
 
 
 def _each_once(seeds: tuple[int, ...]) -> tuple[int, ...]:
@@ -58,6 +60,9 @@ class Study(Strict):
     base: str
     tokens: int = Field(ge=1, description="The budget of every run.")
     seeds: Seeds = Field(min_length=1)
+    vary: Literal["both", "weights", "data"] = Field(
+        "both", description="What a seed changes: the initial weights, the order of the data, or both at once."
+    )
     reference: str = Field(description="The variant the others are compared with.")
     matched: bool = Field(True, description="Whether training FLOPs must agree.")
     set: tuple[str, ...] = Field((), description="Changes to the base, as key=value.")
@@ -114,6 +119,12 @@ class Plan:
         settings = self.cells[0].config.train
         return settings.steps * settings.batch_size * settings.seq_len
 
+    @property
+    def held(self) -> int:
+        """The seed of what the seeds of the study do not vary."""
+        settings = self.cells[0].config.train
+        return settings.seed if self.study.vary == "data" or settings.data_seed is None else settings.data_seed
+
     def flops(self, variant: str) -> float:
         """Training FLOPs of a run, relative to the reference's."""
         return self.costs[variant] / self.costs[self.study.reference]
@@ -123,9 +134,10 @@ class Plan:
         variants = {}
         for name in self.study.variants:
             values = self.config(name).model_dump(mode="json")
-            values["train"].pop("seed")
+            values["train"] = {k: v for k, v in values["train"].items() if k not in ("seed", "data_seed")}
             variants[name] = values
-        return {"study": self.name, "reference": self.study.reference, "variants": variants}
+        held = {} if self.study.vary == "both" else {"vary": self.study.vary, "held": self.held}
+        return {"study": self.name, "reference": self.study.reference, **held, "variants": variants}
 
 
 def load_plan(path: str | Path, *, scale: str | None = None, set: Iterable[str] = ()) -> Plan:
@@ -143,7 +155,7 @@ def load_plan(path: str | Path, *, scale: str | None = None, set: Iterable[str] 
     base = load_config(_base(path, study.base), set=[*changes, f"train.steps={study.tokens}"])
     configs = {name: _config(base, study, name) for name in study.variants}
     cells = [
-        Cell(name, seed, config.model_copy(update={"train": config.train.model_copy(update={"seed": seed})}))
+        Cell(name, seed, config.model_copy(update={"train": _seeded(config.train, study.vary, seed)}))
         for seed in study.seeds
         for name, config in configs.items()
     ]
@@ -153,6 +165,14 @@ def load_plan(path: str | Path, *, scale: str | None = None, set: Iterable[str] 
     if study.matched:
         _check_matched(plan)
     return plan
+
+
+def _seeded(settings: TrainConfig, vary: str, seed: int) -> TrainConfig:
+    """The settings of a seed: what it does not vary keeps the seed of the base."""
+    held = settings.seed if vary == "data" or settings.data_seed is None else settings.data_seed
+    weights, data = {"both": (seed, seed), "weights": (seed, held), "data": (held, seed)}[vary]
+    # A run whose two seeds agree is the same run, under the same name, whatever the study varies.
+    return settings.model_copy(update={"seed": weights, "data_seed": None if data == weights else data})
 
 
 def _base(path: Path, base: str) -> Path:
@@ -173,8 +193,9 @@ def _read(path: Path) -> Study:
 def _check_changes(changes: Iterable[str], study: Study) -> None:
     """A change that the study would overwrite is not passed over in silence."""
     layouts = all(variant.layout for variant in study.variants.values())
+    own = {**OWN, **dict.fromkeys(VARIED[study.vary], "seeds"), **({"model.layout": "variants"} if layouts else {})}
     for text in changes:
-        for key, source in {**OWN, **({"model.layout": "variants"} if layouts else {})}.items():
+        for key, source in own.items():
             if f"{text.partition('=')[0].strip()}.".startswith(f"{key}."):
                 raise ValueError(f"set {text!r} would change nothing: a study has {key} from its {source}; edit those")
 

@@ -2,58 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..reporting.tables import Cell, Table
 from .grid import PROBLEMS, task_of
-from .measures import SPIKE, Estimate, Outcome, estimate, paired, stability
+from .measures import SPIKE, Comparison, Outcome, bits_per_byte, data_of, stability
 from .spec import Plan
+from .statistics import MOST_SEEDS, Estimate, check, estimate
 
 HALF_WIDTH = "half_width_95"
 """What stands behind ± in a study: of an interval over seeds."""
 
 
-def tables(plan: Plan, found: Sequence[Outcome]) -> list[Table]:
+def tables(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison]) -> list[Table]:
     """What was measured, and how steady training was."""
-    return [_results(plan, found), _stability(plan, found)]
+    return [_results(plan, found, compared), _stability(plan, found)]
 
 
-def _results(plan: Plan, found: Sequence[Outcome]) -> Table:
+def _results(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison]) -> Table:
     study = plan.study
-    by_name = {outcome.variant: outcome for outcome in found}
-    twins = any(variant.against for variant in study.variants.values())
-    task = task_of(plan.config(study.reference))
-    header = ["variant", "layout", "parameters", f"FLOPs / {study.reference}", "seeds", "validation loss"]
-    header += [f"minus {study.reference}", *(["minus its twin"] if twins else [])]
-    if task:
-        header += [f"exact match, {task} (%)", f"exact match minus {study.reference}"]
-        header += ["exact match minus its twin"] if twins else []
-    rows: list[list[str | Cell]] = []
-    for outcome in found:
-        count, against = plan.counts[outcome.variant], study.variants[outcome.variant].against
-        others = [None if outcome.variant == study.reference else by_name[study.reference]]
-        others += [by_name[against] if against else None] if twins else []
-        row: list[str | Cell] = [
-            outcome.variant,
-            plan.config(outcome.variant).model.layout,
-            f"{sum(count.parameters.values()) / 1e6:.2f} M",
-            f"{plan.flops(outcome.variant):.3f}×",
-            f"{len(outcome.runs)} of {len(study.seeds)}",
-            _cell(estimate(list(outcome.loss.values())), "{:.4f}"),
-            *(_cell(other and paired(outcome.loss, other.loss), "{:+.4f}") for other in others),
-        ]
-        if task:
-            points = _points(outcome)
-            row.append(_cell(estimate(list(points.values())), "{:.1f}"))
-            row += [_cell(other and paired(points, _points(other)), "{:+.1f}") for other in others]
-        rows.append(row)
-    rows = _marked(rows, header.index("validation loss"))
-    return Table(plan.name, study.title, header, rows, _notes(plan, found), error=HALF_WIDTH, labels=1)
+    columns: dict[str, Sequence[str | Cell]] = {
+        "variant": [outcome.variant for outcome in found],
+        "layout": [plan.config(outcome.variant).model.layout for outcome in found],
+        "parameters": [f"{sum(plan.counts[outcome.variant].parameters.values()) / 1e6:.2f} M" for outcome in found],
+        f"FLOPs / {study.reference}": [f"{plan.flops(outcome.variant):.3f}×" for outcome in found],
+        "seeds": [f"{len(outcome.runs)} of {len(study.seeds)}" for outcome in found],
+    }
+    for each in compared:
+        columns |= _columns(plan, found, each)
+    rows = [list(row) for row in zip(*columns.values(), strict=True)]
+    return Table(plan.name, study.title, list(columns), rows, _notes(plan, found, compared), error=HALF_WIDTH, labels=1)
 
 
-def _points(outcome: Outcome) -> dict[int, float]:
-    return {seed: 100 * share for seed, share in outcome.exact_match.items()}
+def _columns(plan: Plan, found: Sequence[Outcome], compared: Comparison) -> dict[str, Sequence[str | Cell]]:
+    """By one measure: the means, their differences, and, of the validation loss, what else is to be known of them."""
+    measure, reference, names = compared.measure, plan.study.reference, [outcome.variant for outcome in found]
+    factor, signed = 100 if measure.percent else 1, measure.form.replace(":", ":+")
+    means = [estimate(list(measure.of(outcome).values())) for outcome in found]
+    cells = [_cell(mean, measure.form, factor) for mean in means]
+    first = measure.key == "loss"
+    heading = f"{measure.heading}, {task_of(plan.config(reference))} (%)" if measure.percent else measure.heading
+    of = "" if first else f"{measure.heading.partition(',')[0]} "
+    columns: dict[str, Sequence[str | Cell]] = {heading: _marked(cells) if first else cells}
+    scale = bits_per_byte(data_of(found))
+    if first and scale is not None:
+        columns["bits per byte"] = [Cell(mean and mean.mean * scale, form="{:.4f}") for mean in means]
+    columns[f"{of}minus {reference}"] = [_cell(compared.to_reference.get(name), signed, factor) for name in names]
+    if first and compared.model.df:
+        columns["seeds to see it"] = [_seeds(compared, name) for name in names]
+    if any(variant.against for variant in plan.study.variants.values()):
+        columns[f"{of}minus its twin"] = [_cell(compared.to_twin.get(name), signed, factor) for name in names]
+    return columns
+
+
+def _seeds(compared: Comparison, name: str) -> Cell | str:
+    value = compared.to_reference.get(name)
+    if value is None:
+        return Cell(None)
+    needed = compared.seeds_needed(value.mean)
+    return f"> {MOST_SEEDS}" if needed is None else Cell(needed, form="{:.0f}")
 
 
 def _stability(plan: Plan, found: Sequence[Outcome]) -> Table:
@@ -73,43 +82,39 @@ def _stability(plan: Plan, found: Sequence[Outcome]) -> Table:
     return Table(f"{plan.name}-stability", "Stability", header, rows, notes, error=HALF_WIDTH)
 
 
-def _cell(value: Estimate | None, form: str) -> Cell:
-    return Cell(None) if value is None else Cell(value.mean, value.half, form=form)
+def _cell(value: Estimate | None, form: str, factor: int = 1) -> Cell:
+    if value is None:
+        return Cell(None)
+    return Cell(value.mean * factor, None if value.half is None else value.half * factor, form=form)
 
 
-def _marked(rows: list[list[str | Cell]], column: int) -> list[list[str | Cell]]:
+def _marked(cells: Sequence[Cell]) -> list[Cell]:
     """The least loss in bold, the second underlined."""
-    order = sorted(
-        (cell.value, index)
-        for index, row in enumerate(rows)
-        if isinstance(cell := row[column], Cell) and cell.value is not None
-    )
+    order = sorted((cell.value, index) for index, cell in enumerate(cells) if cell.value is not None)
+    marked = list(cells)
     for (_, index), mark in zip(order, ("bold", "underline"), strict=False):
-        cell = rows[index][column]
-        assert isinstance(cell, Cell)
-        rows[index][column] = cell._replace(mark=mark)
-    return rows
+        marked[index] = cells[index]._replace(mark=mark)
+    return marked
 
 
-def _notes(plan: Plan, found: Sequence[Outcome]) -> list[str]:
+def _notes(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison]) -> list[str]:
     study, config = plan.study, plan.config(plan.study.reference)
-    done = max(len(outcome.runs) for outcome in found)
     # Of a file its name: a table is shown to others, whose folders are not ours.
     named = config.data.source.startswith(("hf:", "synthetic:"))
     text = config.data.source if named else Path(config.data.source).name
     notes = [
-        f"{plan.tokens:,} training tokens a run, of {text}; losses in nats per token.",
+        f"{plan.tokens:,} training tokens a run, of {text}; losses in nats per token.{_held_out(data_of(found))}",
         "The least loss is in bold and the second underlined, whatever their intervals.",
-        "Differences are paired by seed, over the seeds that both have: the same initial weights in all shared parts "
-        "and the same batches.",
     ]
     twins = [f"{name}: {variant.against}" for name, variant in study.variants.items() if variant.against]
     if twins:
         notes.append(f"Twins: {'; '.join(twins)}.")
-    if done > 1:
-        notes.append("± is the half-width of a 95% interval over the seeds (Student's t).")
-    elif done == 1:
-        notes.append("One seed only: there are no intervals, and differences may be noise.")
+    notes += _statistics(plan, found, compared)
+    if any(each.measure.key == "training_loss" for each in compared):
+        notes.append(
+            "The training loss is the mean over the last fifth of the updates, each before its update; no text was "
+            "seen twice, so that it is a loss on unseen text too."
+        )
     if task_of(config):
         notes.append(f"Exact match by greedy generation on {PROBLEMS} held-out problems, the same for every run.")
     if not study.matched:
@@ -121,3 +126,50 @@ def _notes(plan: Plan, found: Sequence[Outcome]) -> list[str]:
         for seed, reason in outcome.failures.items():
             notes.append(f"{outcome.variant}, seed {seed}, did not finish: {reason}.")
     return notes
+
+
+def _held_out(data: Mapping[str, Any]) -> str:
+    """How much text is held out, and the hash of it, or, where a run did not record that, of all the text."""
+    if "valid_documents" not in data:
+        return f" Held-out problems are drawn too, hash of the first {data['content'][:12]}." if data else ""
+    documents, tokens = data["valid_documents"], data["valid_tokens"]
+    hashed = data.get("valid_hash")
+    of = f"hash {hashed[:12]}" if hashed else f"hash of all the text {data['content'][:12]}"
+    size = f", {data['valid_bytes']:,} bytes" if "valid_bytes" in data else ""
+    return f" Held out: {documents:,} document{'s' * (documents != 1)}, {tokens:,} tokens{size}, {of}."
+
+
+def _statistics(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison]) -> list[str]:
+    """What is behind ±, how far its assumptions hold, and how many seeds would see more."""
+    done = max(len(outcome.runs) for outcome in found)
+    if done == 1:
+        return ["One seed only: there are no intervals, and differences may be noise."]
+    free = [each for each in compared if each.model.df]
+    if not free:
+        return []
+    other = {"both": "", "weights": f", the order of the data is that of seed {plan.held}"}
+    other["data"] = f", the initial weights are those of seed {plan.held}"
+    notes = [
+        "Differences are of the model variant + seed + residual, by least squares: variants of one seed have the same "
+        f"initial weights in all shared parts and the same batches{other[plan.study.vary]}.",
+        "± of a difference is the half-width of a 95% interval, with the residual of all variants, that holds for its "
+        "whole column at once (after Dunnett); ± of a mean is Student's, over its own seeds.",
+    ]
+    for each in free:
+        notes.append(f"{each.measure.heading.capitalize()}: {_model(each)}.")
+    return notes
+
+
+def _model(compared: Comparison) -> str:
+    measure, model, checked = compared.measure, compared.model, check(compared.model)
+    unit, size = ("points", 100 * measure.size) if measure.percent else ("nats", measure.size)
+    sd = f"{100 * model.sd:.1f} points" if measure.percent else f"{model.sd:.4f}"
+    needed = compared.seeds_needed(measure.size) or f"more than {MOST_SEEDS}"
+    text = f"residual sd {sd} ({model.df} degrees of freedom); to see {size:g} {unit} takes {needed} seeds (power 0.8)"
+    if checked is None:
+        return f"{text}; too few runs to test the model"
+    doubt = ", **so the intervals are doubtful**" if checked.is_doubtful else ""
+    return (
+        f"{text}; equal spread p = {checked.spread:.2g} (a variant of three times the spread is noticed in "
+        f"{checked.noticed:.0%} of cases), no interaction p = {checked.additivity:.2g}{doubt}"
+    )

@@ -48,7 +48,8 @@ def update(run: TrainingState, step: int) -> dict[str, Any]:
     # All that is random in the forward depends on seed, step and rank alone, so that no generator needs saving.
     torch.manual_seed(_mix(settings.seed, step, world.rank))
     rows = world.rows(settings.batch_size)
-    batch = run.data.batch("train", seed=settings.seed, step=step, batch_size=settings.batch_size, rows=rows)
+    order = settings.seed if settings.data_seed is None else settings.data_seed
+    batch = run.data.batch("train", seed=order, step=step, batch_size=settings.batch_size, rows=rows)
     lr = learning_rate(step, peak=optim.lr, minimum=optim.min_lr, warmup=optim.warmup, total=settings.steps)
     set_rate(run.optimizer.param_groups, lr, optim.rates)
     loss, loads = _accumulate(run, batch.to(world.device), step)

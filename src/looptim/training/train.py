@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 
 from ..config import Config
-from ..data import Dataset, open_data
+from ..data import Dataset, open_data, text_of
 from ..loop import Loop
 from ..loop.depth import Fixed
 from ..model import LoopedLM
@@ -162,9 +162,7 @@ def _restore(run: TrainingState) -> int:
     # The config's, which may have been changed by --force; the rate is set at every update.
     for group, decay in zip(run.optimizer.param_groups, decays, strict=True):
         group["weight_decay"] = decay
-    # Where the same text lies is not a part of what it is.
-    before, now = ({k: v for k, v in f.items() if k != "source"} for f in (record["data"], run.data.fingerprint))
-    if before != now:
+    if text_of(record["data"]) != text_of(run.data.fingerprint):
         raise ValueError(
             f"the data of {run.folder.path} has changed since its checkpoint; give it the same data, or a new --out"
         )
