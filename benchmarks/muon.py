@@ -3,7 +3,7 @@
     python benchmarks/muon.py [--quick] [--compile]
 
 Figures are ratios of medians inside one run; the variants take turns, so that a busy machine slows all alike.
-`plain` orthogonalises one matrix at a time by the definition; `batched` takes equal shapes together; `batched, Gram`
+`plain` orthogonalizes one matrix at a time by the definition; `batched` takes equal shapes together; `batched, Gram`
 is what looptim does. The cost of a step does not depend on the tokens: larger batches hide it.
 """
 

@@ -25,7 +25,7 @@ class Strict(BaseModel):
 def _one_line(error: ValidationError, config: type[BaseModel]) -> str:
     """The first thing that is wrong: where, what was given, what to do."""
     errors = error.errors()
-    # A misspelt key is why another one is missing.
+    # A misspelled key is why another one is missing.
     first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
     where = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":

@@ -29,7 +29,7 @@ def test_seed_and_epoch_change_the_order_and_it_looks_random():
         permute(np.arange(size), size=size, seed=seed, epoch=epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1))
     ]
     for i, order in enumerate(orders):
-        # Of a random permutation: one fixed point, correlation of the order 1 / sqrt(size), neighbours far apart.
+        # Of a random permutation: one fixed point, correlation of the order 1 / sqrt(size), neighbors far apart.
         assert (order == np.arange(size)).sum() < 8
         assert abs(np.corrcoef(order, np.arange(size))[0, 1]) < 0.1
         assert abs(np.abs(np.diff(order)).mean() / (size / 3) - 1) < 0.1

@@ -366,7 +366,7 @@ def test_a_checkpoint_that_does_not_fit_is_one_sentence(change, message, tmp_pat
     assert "\n" not in str(error.value)
 
 
-def test_what_a_checkpoint_lacks_is_initialised_as_the_parts_are_built():
+def test_what_a_checkpoint_lacks_is_initialized_as_the_parts_are_built():
     config = LoopedConfig.from_model_config(tiny_config("parcae"))
     model = LoopedForCausalLM.from_pretrained(None, config=config, state_dict={})
     fresh = LoopedLM(config.to_model_config(), seed=0)

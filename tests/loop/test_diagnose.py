@@ -93,7 +93,7 @@ def test_a_wrong_derivative_is_found_by_check_gradient():
         lo.check_gradient(user_loop(objective=WrongObjective()))
 
 
-def test_an_identity_at_initialisation_does_not_hide_a_mismatch():
+def test_an_identity_at_initialization_does_not_hide_a_mismatch():
     loop = user_loop(write=lo.presets.IdentityWrite())
     verdict = lo.diagnose(loop)
     assert not verdict.aligned

@@ -200,7 +200,7 @@ def test_step_equals_the_papers_equation_in_value_and_gradient(case, e, blocks):
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
 
 
-def test_parcae_normalises_the_prelude_output_if_asked(e, blocks):
+def test_parcae_normalizes_the_prelude_output_if_asked(e, blocks):
     loop = make("parcae", prelude_norm=True)
     expected = parcae(loop, e, blocks, norm=loop.transitions[0].projection.gain)
     torch.testing.assert_close(loop(e, blocks), expected, **CLOSE)
@@ -289,7 +289,7 @@ def test_initial_values_are_the_released_ones():
 
 
 @pytest.mark.parametrize(("name", "growth"), [("hyperloop", 2.98), ("hyperloop_aligned", 1.995)])
-def test_hyperloop_grows_at_initialisation_as_computed(name, growth):
+def test_hyperloop_grows_at_initialization_as_computed(name, growth):
     loop = lo.build(name, width=256, steps=1, scale=0.0)
     e = torch.randn(1, 4, 256)
     assert (loop(e, lambda o: o).norm() / e.norm()).item() == pytest.approx(growth, abs=5e-3)

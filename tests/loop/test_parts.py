@@ -9,7 +9,7 @@ from looptim.loop import controls, directions, objectives, rules
 
 OBJECTIVES = {
     "inner product": objectives.InnerProduct(),
-    "normalised inner product": objectives.NormalizedInnerProduct(),
+    "normalized inner product": objectives.NormalizedInnerProduct(),
     "delta": objectives.Delta(),
     "pseudo-Huber": objectives.PseudoHuber(0.7),
 }

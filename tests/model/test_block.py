@@ -30,7 +30,7 @@ def inputs(dtype=torch.float32, length=LENGTH):
     return torch.randn(2, length, WIDTH, dtype=dtype), rope_table(torch.arange(length), 4, 1e4)
 
 
-def rms_normalised(x, norm):
+def rms_normalized(x, norm):
     return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (1 + norm.gain)
 
 
@@ -38,8 +38,8 @@ def rms_normalised(x, norm):
 def test_is_two_prenorm_residuals(moe):
     block, (x, rope), slot = make_block(moe=moe, dtype=torch.float64), inputs(torch.float64), attend_5
     y, stats = block(x, slot, rope)
-    middle = x + block.attention(rms_normalised(x, block.attention_norm), slot, rope)
-    added = block.feedforward(rms_normalised(middle, block.feedforward_norm))
+    middle = x + block.attention(rms_normalized(x, block.attention_norm), slot, rope)
+    added = block.feedforward(rms_normalized(middle, block.feedforward_norm))
     torch.testing.assert_close(y, middle + (added[0] if moe else added))
     if moe:
         assert torch.equal(stats.load, added[1].load) and stats.load.sum() == 2 * LENGTH * 2

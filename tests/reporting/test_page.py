@@ -12,7 +12,7 @@ import pytest
 import looptim
 from looptim.reporting.plots import draw, smooth
 from looptim.reporting.report import report
-from looptim.reporting.style import COLOURS, colour_of, style_of, styles_of
+from looptim.reporting.style import COLORS, color_of, style_of, styles_of
 from looptim.rundir import RunDir
 
 
@@ -223,16 +223,16 @@ def test_smoothing_keeps_constants_and_skips_nan():
     assert smooth(np.array([1.0, 2.0])).tolist() == [1.0, 2.0]
 
 
-def test_every_preset_has_a_colour_of_its_own():
+def test_every_preset_has_a_color_of_its_own():
     names = [name for name in looptim.PRESETS if not name.endswith("_aligned")]
-    assert set(names) <= set(COLOURS), "give a new preset a colour"
+    assert set(names) <= set(COLORS), "give a new preset a color"
     for family in ([n for n in names if not n.startswith("operloop_")], [n for n in names if n.startswith("operloop")]):
-        assert len({colour_of(name) for name in family}) == len(family)
+        assert len({color_of(name) for name in family}) == len(family)
     for name in (name for name in looptim.PRESETS if name.endswith("_aligned")):
         twin, sibling = style_of(name), style_of(name.removesuffix("_aligned"))
         assert twin["color"] == sibling["color"]
         assert twin["linestyle"] != sibling["linestyle"] and twin["marker"] != sibling["marker"]
-    assert re.fullmatch("#[0-9a-f]{6}", colour_of("my_own")) and colour_of("my_own") == colour_of("my_own")
+    assert re.fullmatch("#[0-9a-f]{6}", color_of("my_own")) and color_of("my_own") == color_of("my_own")
 
 
 def test_no_two_lines_of_a_figure_look_the_same():
@@ -245,5 +245,5 @@ def test_no_two_lines_of_a_figure_look_the_same():
 def test_runs_of_one_transition_differ_in_shade_and_dash(tmp_path):
     runs = [RunDir(write_run(tmp_path / f"seed{seed}", SMALL, seed=seed)).read() for seed in range(3)]
     styles = styles_of([run.preset for run in runs])
-    assert styles[0]["color"] == colour_of("operloop")
+    assert styles[0]["color"] == color_of("operloop")
     assert len({str(style["color"]) for style in styles}) == len({str(style["linestyle"]) for style in styles}) == 3

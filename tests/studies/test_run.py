@@ -434,7 +434,7 @@ def test_two_looped_segments_are_two_lines_each_from_its_own_start():
     assert before == [[[0, 1], [1, 2]], [[2, 1], [3, 0.5], [4, 2]]]
 
 
-def test_hyperloops_growth_at_initialisation_is_measured(file):
+def test_hyperloops_growth_at_initialization_is_measured(file):
     # FIELD: b_pre 1/r, b_post 0 with gain 2, b_res 1 at r streams: about three times as large after every loop.
     changed(file, 'preset = "operloop"', 'preset = "hyperloop"')
     changed(file, "seeds = [0, 1]", "seeds = [0]")

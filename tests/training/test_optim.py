@@ -199,7 +199,7 @@ def test_the_rms_of_an_update_is_018_times_the_rate(shape):
     torch.testing.assert_close(rms, torch.full_like(rms, 0.5 * 0.18), rtol=5e-3, atol=0)
 
 
-def test_each_expert_is_orthogonalised_by_itself():
+def test_each_expert_is_orthogonalized_by_itself():
     p = nn.Parameter(torch.zeros(4, 8, 16))
     # Gradients of unlike sizes: flattened to one matrix, the small ones would hardly move.
     p.grad = torch.randn(4, 8, 16) * torch.tensor([1.0, 1e-2, 1e-4, 0.0]).reshape(4, 1, 1)

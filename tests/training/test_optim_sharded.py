@@ -25,7 +25,7 @@ from looptim.base.numerics import polar_express
 from looptim.config import ModelConfig
 from looptim.model.lm import LoopedLM
 from looptim.training.optim import MuonAdamW, clip_gradients, parameter_groups
-from looptim.training.optim.muon import orthogonalise
+from looptim.training.optim.muon import orthogonalize
 
 WORLD = 2
 STEPS = 5
@@ -137,7 +137,7 @@ def work(rank, folder):
     for name, (shape, placement) in LAYOUTS.items():
         for count in (1, 3):
             parts = [distribute_tensor(m, mesh, [placement]) for m in matrices(shape, count)]
-            polar = orthogonalise([p.to_local() for p in parts], like=parts[0], steps=6)
+            polar = orthogonalize([p.to_local() for p in parts], like=parts[0], steps=6)
             wrapped = [
                 DTensor.from_local(p, mesh, [placement], shape=torch.Size(shape), stride=parts[0].stride())
                 for p in polar
@@ -258,7 +258,7 @@ def test_a_checkpoint_of_one_process_continues_on_two(sharded, single):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("count", [1, 3])
-def test_sharded_matrices_are_orthogonalised_whole(sharded, name, count):
+def test_sharded_matrices_are_orthogonalized_whole(sharded, name, count):
     shape, _ = LAYOUTS[name]
     for found, matrix in zip(sharded[name, count], matrices(shape, count), strict=True):
         torch.testing.assert_close(found, polar_express(matrix))

@@ -111,7 +111,7 @@ def polar(M: Float[Tensor, "*batch r d"]) -> Float[Tensor, "*batch r d"]:
 Triples = Sequence[tuple[float, float, float]]
 
 CACHED_NUMEL = 2**17
-"""Elements orthogonalised together on a CPU: small matrices gain up to half, stacks that leave the cache lose."""
+"""Elements orthogonalized together on a CPU: small matrices gain up to half, stacks that leave the cache lose."""
 
 
 def polar_express(G: Tensor, steps: int = 6) -> Tensor:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, final
 
 PIECE = 1 << 20
-"""Bytes of a text file held at a time; files longer than that are tokenised in pieces that end with a line."""
+"""Bytes of a text file held at a time; files longer than that are tokenized in pieces that end with a line."""
 
 
 @final

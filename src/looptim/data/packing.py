@@ -23,11 +23,11 @@ from .tokenizer import Tokenizer
 _SAMPLE = 32 << 20
 """Characters a tokenizer is trained on at most."""
 _TOGETHER = 4 << 20
-"""Characters tokenised at a time."""
+"""Characters tokenized at a time."""
 
 
 def open_data(config: DataConfig, *, vocab_size: int, seq_len: int, progress: bool = True) -> Dataset:
-    """The dataset a config names: tokenised and packed on first use, memory-mapped from the cache afterwards."""
+    """The dataset a config names: tokenized and packed on first use, memory-mapped from the cache afterwards."""
     if seq_len < 1:
         raise ValueError(f"seq_len {seq_len} must be at least 1")
     if config.source.startswith("synthetic:"):

@@ -40,7 +40,7 @@ def _network(index: np.ndarray, a: int, b: int, keys: np.ndarray) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64; uint64 arrays wrap around, as it wants."""
+    """The finalizer of splitmix64; uint64 arrays wrap around, as it wants."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

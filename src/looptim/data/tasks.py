@@ -150,7 +150,7 @@ def _addition(rng: random.Random, *, digits: int, reverse: bool) -> Problem:
 def _hop(rng: random.Random, *, hops: int, length: int, symbols: int) -> Problem | None:
     letters = string.ascii_lowercase[:symbols]
     text = rng.choice(letters)
-    # Equal neighbours would be a place no hop leaves.
+    # Equal neighbors would be a place no hop leaves.
     while len(text) < length:
         text += rng.choice(letters.replace(text[-1], ""))
     at = length - 1

@@ -2,123 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast
-from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from ..loop import Loop, mixes_tokens
 from ..loop.depth import Depth, Fixed, PerSequence
 from ..model import AttentionKind, Head, Layout, LoopedBody, LoopedLM, auxiliary_loss
 from .config import LoopedConfig
-from .convert import check_fit, renamings
+from .pretrained import LoopedPreTrainedModel
 from .slots import AttentionSlot, make_masks, make_positions
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
-
-
-class LoopedPreTrainedModel(PreTrainedModel):
-    """What the body alone and the model with a head have in common."""
-
-    config: LoopedConfig
-    config_class = LoopedConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _supports_sdpa = True
-    _supports_flex_attn = True
-    _supports_flash_attn = True
-    _supports_attention_backend = True
-    # A loop hands its state on to itself and masks to its blocks, out of sight of hooks that would move them.
-    _no_split_modules = ["LoopedModel"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    # The router's biases move in steps that bf16 cannot hold.
-    _keep_in_fp32_modules_strict = ["feedforward.bias"]  # noqa: RUF012
-
-    _parts: ClassVar[Mapping[str, str]] = {}
-    """Children that are parts of a looptim model, and their names there."""
-
-    @classmethod
-    def from_looped(cls, looped: LoopedLM, *, loops: int | None = None, **kwargs: Any):
-        """A wrapper around `looped`, whose weights are shared, not copied; `kwargs` go to the config.
-
-        With fewer `loops` it is the assistant of the full model, for exact self-speculative decoding.
-        """
-        config = LoopedConfig.from_model_config(looped.config, loops=loops, **kwargs)
-        config.dtype = looped.embedding.weight.dtype
-        return cls(config, looped).train(looped.training)
-
-    def set_loops(self, loops: int | None) -> None:
-        """Run a shared transition `loops` times from now on; None is what the layout says."""
-        self.set_depth(None if loops is None else Fixed(loops))
-
-    def set_depth(self, depth: Depth | None) -> None:
-        """Run every loop as deep as `depth` says from now on; None is what the layout says.
-
-        A saved config has the largest number of loops. A cache that was filled at another depth cannot be used again.
-        """
-        self.config.loops = cast(LoopedModel, self.base_model).build_slots(depth)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        # Resizing, PEFT and vLLM replace children, and the body has to run what they put here.
-        if name in self._parts:
-            setattr(self.body, self._parts[name], value)
-
-    @property
-    def body(self) -> LoopedBody:
-        """The model of looptim that runs the parts."""
-        return cast(LoopedModel, self.base_model)._body
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        embedding = super().resize_token_embeddings(*args, **kwargs)
-        self.body.config = self.config.to_model_config()
-        return embedding
-
-    def _set_gradient_checkpointing(self, enable: bool = True, **ignored: Any) -> None:
-        cast(LoopedModel, self.base_model).gradient_checkpointing = self.body.checkpointing = enable
-
-    @torch.no_grad()
-    def initialize_weights(self) -> None:
-        """Initialize only what a checkpoint lacks: a looptim model has its initial weights as soon as it is built."""
-        body = self.body
-        tensors = dict(body.named_parameters()) | dict(body.named_buffers())
-        # transformers marks what a checkpoint brought.
-        done = {
-            name for name, tensor in tensors.items() if tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)
-        }
-        lacking = tensors.keys() - done
-        if lacking:
-            with torch.device("cpu"):
-                fresh = type(body)(body.config).state_dict()
-            for name in lacking & fresh.keys():
-                tensors[name].copy_(fresh[name])
-
-    @staticmethod
-    def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, **kwargs: Any):
-        # Here the files are known and nothing is allocated yet. An adapter says which weights it expects.
-        whole = state_dict is None and not kwargs.get("expected_keys") and not load_config.is_quantized
-        if whole and not load_config.ignore_mismatched_sizes:
-            check_fit(model, checkpoint_files or [])
-        given = load_config.weight_mapping or []
-        load_config = dataclasses.replace(load_config, weight_mapping=[*given, *renamings()])
-        loaded = PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, **kwargs)
-        # What transformers finds here it reverts when it saves, and an old export is saved under the names of today.
-        model._weight_conversions = [used for used in getattr(model, "_weight_conversions", ()) if used in given]
-        cast(LoopedModel, model.base_model).find_shifts()
-        return loaded
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
-        """Nothing: transformers would copy this file into every saved folder, where the shim is."""
 
 
 @dataclass

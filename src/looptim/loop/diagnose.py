@@ -33,7 +33,7 @@ class Diagnosis:
     """`|H^T g - x^T g| / |H^T g|` over all steps: at the loop's own parameters or, where those hide a mismatch, at
     randomly changed ones."""
     hidden: bool
-    """Whether the loop's own parameters hide a mismatch, as an identity matrix at initialisation does."""
+    """Whether the loop's own parameters hide a mismatch, as an identity matrix at initialization does."""
     adjoint_error: float
     """The dot-product test of every map, `|<H v, g> - <v, H^T g>|` relative to `|H v| |g|`; rounding if it is right."""
     causal: bool

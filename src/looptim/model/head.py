@@ -68,10 +68,10 @@ class LinearCrossEntropy(torch.autograd.Function):
             # Only what is ignored: another wrong target must fail in gather, not count as token 0.
             y = y.masked_fill(y == IGNORE, 0).unsqueeze(-1)
             s = x @ W.T
-            normaliser = s.logsumexp(-1, keepdim=True)
-            total += ((normaliser - s.gather(-1, y)) * counts).sum()
+            normalizer = s.logsumexp(-1, keepdim=True)
+            total += ((normalizer - s.gather(-1, y)) * counts).sum()
             if wants_h or wants_W:
-                ds = s.sub_(normaliser).exp_().scatter_add_(-1, y, -torch.ones_like(normaliser)).mul_(counts)
+                ds = s.sub_(normalizer).exp_().scatter_add_(-1, y, -torch.ones_like(normalizer)).mul_(counts)
                 if grad_h is not None:
                     grad_h[part] = (ds @ W).to(h.dtype)
                 if grad_W is not None:

@@ -81,7 +81,7 @@ class Experts(nn.Module):
 
     y_n = sum_{i in K_n} weights_{n,i} down_i(silu(gate_i x_n) * up_i x_n).
 
-    gate, up and down stay separate parameters so that Muon orthogonalises each expert's matrices one by one.
+    gate, up and down stay separate parameters so that Muon orthogonalizes each expert's matrices one by one.
     """
 
     def __init__(self, width: int, *, experts: int, hidden: int) -> None:

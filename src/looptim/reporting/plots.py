@@ -54,7 +54,7 @@ class Picture(NamedTuple):
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """The mean over a centred window of a twenty-fifth of the points, which shifts nothing; NaN is left out."""
+    """The mean over a centered window of a twenty-fifth of the points, which shifts nothing; NaN is left out."""
     if not len(values):
         return values
     kernel = np.hanning(2 * (len(values) // 50) + 3)[1:-1]
@@ -144,11 +144,11 @@ def _loss(runs: Sequence[Run], name: str, *, since: float) -> Picture | None:
     if len(runs) == 1:
         handles[0].set_label("training")
     if any("valid_loss" in line for run in runs for line in run.lines):
-        colour = handles[0].get_color() if len(runs) == 1 else MUTED
-        handles.append(Line2D([], [], label="validation", color=colour, marker="o", **marks))
+        color = handles[0].get_color() if len(runs) == 1 else MUTED
+        handles.append(Line2D([], [], label="validation", color=color, marker="o", **marks))
     legend(figure, handles)
     pale = "" if since or len(runs) > 4 else ", pale lines single ones"
-    return Picture(name, f"Lines are means over neighbouring logged steps{pale}; open markers are validation.", figure)
+    return Picture(name, f"Lines are means over neighboring logged steps{pale}; open markers are validation.", figure)
 
 
 def _styles(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -197,14 +197,14 @@ def _per_loop(runs: Sequence[Run], quantity: Quantity) -> Picture | None:
     figure, panels = axes_of(quantity.title, quantity.ylabel, list(tables) if len(runs) > 1 else [""])
     widest = max((run for run in runs if run.name in tables), key=lambda run: tables[run.name][1].shape[1])
     labels = _loop_labels(widest.loops, tables[widest.name][1].shape[1], from_start=quantity.key == "state_norm")
-    colours = _ordered(len(labels))
+    colors = _ordered(len(labels))
     for axes, (tokens, table) in zip(panels, tables.values(), strict=True):
-        for colour, values in zip(colours, table.T, strict=False):
-            axes.plot(tokens, values, color=colour, marker="o" if len(tokens) <= 30 else "", markersize=3)
+        for color, values in zip(colors, table.T, strict=False):
+            axes.plot(tokens, values, color=color, marker="o" if len(tokens) <= 30 else "", markersize=3)
     values = np.concatenate([table[np.isfinite(table)] for _, table in tables.values()])
     if values.min() > 0 and values.max() > 20 * values.min():
         log_scale(panels[0], values)
-    legend(figure, _thinned([Line2D([], [], color=c, label=text) for c, text in zip(colours, labels, strict=True)]))
+    legend(figure, _thinned([Line2D([], [], color=c, label=text) for c, text in zip(colors, labels, strict=True)]))
     return Picture(quantity.key, quantity.caption, figure)
 
 
@@ -218,7 +218,7 @@ def _loop_labels(loops: Sequence[int], columns: int, *, from_start: bool) -> lis
 
 
 def _moe(runs: Sequence[Run]) -> Picture | None:
-    """Load balance over training: colour is the layer, dash the visit, a panel per run."""
+    """Load balance over training: color is the layer, dash the visit, a panel per run."""
     routed = [run for run in runs if any(line.get("moe_load") for line in run.lines)]
     layers = list(dict.fromkeys(layer for run in routed for line in run.lines for layer in line.get("moe_load", ())))
     if not layers:
@@ -229,14 +229,14 @@ def _moe(runs: Sequence[Run]) -> Picture | None:
     each = visits > 1 and visits * len(layers) <= 24
     names = [run.name for run in routed] if len(runs) > 1 else [""]
     figure, panels = axes_of("Expert load", "largest / mean load", names)
-    colours = dict(zip(layers, _ordered(len(layers)), strict=True))
+    colors = dict(zip(layers, _ordered(len(layers)), strict=True))
     for axes, run in zip(panels, tables, strict=True):
         axes.axhline(1, color=MUTED, linewidth=0.8)
         for layer, (tokens, table) in run.items():
             lines = table.T if each else [np.fmax.reduce(table, axis=1)] if table.size else []
             for values, dash in zip(lines, itertools.cycle(LINESTYLES), strict=False):
-                axes.plot(tokens, smooth(values), color=colours[layer], linestyle=dash, linewidth=1.3)
-    handles = _thinned([Line2D([], [], color=colours[layer], label=_layer(layer)) for layer in layers])
+                axes.plot(tokens, smooth(values), color=colors[layer], linestyle=dash, linewidth=1.3)
+    handles = _thinned([Line2D([], [], color=colors[layer], label=_layer(layer)) for layer in layers])
     for visit in range(visits if each else 0):
         dash = LINESTYLES[visit % len(LINESTYLES)]
         handles.append(Line2D([], [], color=MUTED, linestyle=dash, linewidth=1.3, label=f"visit {visit + 1}"))
@@ -246,7 +246,7 @@ def _moe(runs: Sequence[Run]) -> Picture | None:
 
 
 def _ordered(count: int) -> list[Any]:
-    """Colours of an order, dark to light, without the yellow that white swallows."""
+    """Colors of an order, dark to light, without the yellow that white swallows."""
     return list(matplotlib.colormaps["viridis"](np.linspace(0, 0.85, count)))
 
 

@@ -1,4 +1,4 @@
-"""How lines look: colours, dashes and markers of transitions and runs, and what every figure shares."""
+"""How lines look: colors, dashes and markers of transitions and runs, and what every figure shares."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RC: Any = {
     "svg.hashsalt": "looptim",
 }
 
-COLOURS = {
+COLORS = {
     "none": "#000000",
     "vanilla": "#8c8c8c",
     "huginn": "#b8a900",
@@ -42,7 +42,7 @@ COLOURS = {
     "operloop_bounded": "#e69f00",
     "operloop_robust": "#000000",
 }
-"""Okabe and Ito's palette with grey, yellow darkened to show on white. Operloop's relatives meet only each other."""
+"""Okabe and Ito's palette with gray, yellow darkened to show on white. Operloop's relatives meet only each other."""
 
 LINESTYLES: tuple[Any, ...] = (
     "-",
@@ -58,23 +58,23 @@ PALE: dict[str, Any] = {"alpha": 0.3, "linewidth": 0.6}
 STEPS = (1, 2, 2.5, 5, 10)
 
 
-def colour_of(name: str) -> str:
-    """The colour of a transition in every figure; an aligned twin has its sibling's, an unknown name a fixed one.
+def color_of(name: str) -> str:
+    """The color of a transition in every figure; an aligned twin has its sibling's, an unknown name a fixed one.
 
-    >>> colour_of("hyperloop_aligned") == colour_of("hyperloop")
+    >>> color_of("hyperloop_aligned") == color_of("hyperloop")
     True
     """
     name = name.removesuffix("_aligned")
-    if name in COLOURS:
-        return COLOURS[name]
-    palette = sorted(set(COLOURS.values()) - {COLOURS["none"], COLOURS["vanilla"], COLOURS["operloop"]})
+    if name in COLORS:
+        return COLORS[name]
+    palette = sorted(set(COLORS.values()) - {COLORS["none"], COLORS["vanilla"], COLORS["operloop"]})
     return palette[zlib.crc32(name.encode()) % len(palette)]
 
 
 def style_of(name: str) -> dict[str, Any]:
-    """Colour, line style and marker of a transition; an aligned twin is dashed and square."""
+    """Color, line style and marker of a transition; an aligned twin is dashed and square."""
     twin = name.endswith("_aligned")
-    return {"color": colour_of(name), "linestyle": LINESTYLES[twin], "marker": MARKERS[twin]}
+    return {"color": color_of(name), "linestyle": LINESTYLES[twin], "marker": MARKERS[twin]}
 
 
 def _onwards(linestyle: Any) -> list[int]:
@@ -86,12 +86,12 @@ def _onwards(linestyle: Any) -> list[int]:
 def styles_of(presets: Sequence[str]) -> list[dict[str, Any]]:
     """A style for each run by its transition: that of the transition, in another shade and dash for its second run.
 
-    Shades of a colour tell three apart; where there are more of one transition, they have colours of their own.
+    Shades of a color tell three apart; where there are more of one transition, they have colors of their own.
     """
-    # The two that everything is compared with come last: readers of several figures know their colours.
-    known = (COLOURS["none"], COLOURS["vanilla"])
-    spare = sorted(dict.fromkeys(COLOURS.values()), key=known.__contains__)
-    others = [colour for colour in spare if colour not in map(colour_of, presets)] or spare
+    # The two that everything is compared with come last: readers of several figures know their colors.
+    known = (COLORS["none"], COLORS["vanilla"])
+    spare = sorted(dict.fromkeys(COLORS.values()), key=known.__contains__)
+    others = [color for color in spare if color not in map(color_of, presets)] or spare
     styles, seen, taken = [], dict.fromkeys(presets, 0), set()
     for preset in presets:
         again, style = seen[preset], style_of(preset)
@@ -112,7 +112,7 @@ def styles_of(presets: Sequence[str]) -> list[dict[str, Any]]:
                 "linestyle": LINESTYLES[dash],
                 "marker": MARKERS[dash],
             }
-        # Two transitions may share a colour; the later one has another dash.
+        # Two transitions may share a color; the later one has another dash.
         free = [place for place in _onwards(style["linestyle"]) if (style["color"], place) not in taken]
         place = free[0] if free else LINESTYLES.index(style["linestyle"])
         taken.add((style["color"], place))

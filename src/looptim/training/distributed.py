@@ -137,7 +137,7 @@ def build(config: ModelConfig, world: World, *, seed: int) -> LoopedLM:
     return model
 
 
-def synchronise_gradients(model: LoopedLM, last: bool) -> None:
+def synchronize_gradients(model: LoopedLM, last: bool) -> None:
     """Reduce gradients over processes only in the last of several backwards that accumulate."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)

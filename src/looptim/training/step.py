@@ -73,7 +73,7 @@ def _accumulate(run: TrainingState, batch: Batch, step: int) -> tuple[float, dic
     first = world.rows(settings.batch_size).start
     pieces = _pieces(run, batch)
     for index, piece in enumerate(pieces):
-        distributed.synchronise_gradients(run.model, last=index == len(pieces) - 1)
+        distributed.synchronize_gradients(run.model, last=index == len(pieces) - 1)
         rows = len(piece.tokens)
         depth = sample_loops(run.config, step, slice(first, first + rows))
         first += rows

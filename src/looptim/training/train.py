@@ -83,7 +83,7 @@ def _open(config: Config, *, progress: bool) -> Dataset:
 
 
 def _open_together(config: Config, world: World, *, progress: bool) -> Dataset:
-    """The data, tokenised by the first process and found ready by the others; that it has a batch is seen at once."""
+    """The data, tokenized by the first process and found ready by the others; that it has a batch is seen at once."""
     data = world.first_does(lambda: _open(config, progress=progress))
     if data is None:
         data = _open(config, progress=False)

@@ -27,7 +27,7 @@ class MuonAdamW(Optimizer):
     Muon: M <- 0.95 M + g,  U = g + 0.95 M,  p <- (1 - lr wd) p - lr 0.18 sqrt(max(m, n)) polar(U) for each m x n matrix
     in the last two axes of p, so that an update has the RMS 0.18 lr. AdamW: betas 0.9 and 0.95, eps 1e-8.
 
-    Sharded parameters (DTensors) are welcome: every matrix is put together on one rank and orthogonalised there.
+    Sharded parameters (DTensors) are welcome: every matrix is put together on one rank and orthogonalized there.
 
     Reference: Jordan et al., "Muon", 2024; Liu et al., "Muon is Scalable for LLM Training", 2025; Loshchilov and
     Hutter, "Decoupled Weight Decay Regularization", 2019.
@@ -103,7 +103,7 @@ class MuonAdamW(Optimizer):
             buffer.mul_(beta).add_(grad)
             updates.append(grad.add(buffer, alpha=beta))
         scale = MATCHED_RMS * math.sqrt(max(batch[0].shape[-2:]))
-        directions = orthogonalise(updates, like=batch[0], steps=group["polar_steps"])
+        directions = orthogonalize(updates, like=batch[0], steps=group["polar_steps"])
         for p, direction in zip(batch, directions, strict=True):
             local(p).mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-lr * scale)
 
@@ -144,7 +144,7 @@ def equal_shapes(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield from (batch[i : i + count] for i in range(0, len(batch), count))
 
 
-def orthogonalise(updates: Sequence[Tensor], *, like: Tensor, steps: int) -> Sequence[Tensor]:
+def orthogonalize(updates: Sequence[Tensor], *, like: Tensor, steps: int) -> Sequence[Tensor]:
     """The polar factors of `updates`, a rank's parts of tensors that are shaped and sharded like `like`."""
     stacked = torch.stack(tuple(updates))
     if not isinstance(like, DTensor) or not splits_matrices(like):
