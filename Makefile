@@ -4,7 +4,7 @@ BIN := .venv/bin
 # A test process has one thread: the tests run in parallel, and small matrices gain nothing from more.
 TEST_ENV := OMP_NUM_THREADS=1
 
-.PHONY: demo quick test check format slow clean
+.PHONY: demo quick test check format slow page browser clean
 
 demo: .venv/.installed
 	@$(BIN)/python examples/demo.py
@@ -30,6 +30,15 @@ format: .venv/.installed
 
 slow: .venv/.installed
 	@$(TEST_ENV) $(BIN)/python -m pytest -m slow
+
+# The pages' templates from their TypeScript source; what it builds is committed, so that only who changes them needs node.
+page:
+	@cd page && npm ci --silent --no-audit --no-fund && npm run --silent build
+
+# The pages are tested in a real browser; where none can be installed those tests are skipped, and say so.
+browser:
+	@command -v chromium > /dev/null || (apt-get update && apt-get install -y --no-install-recommends chromium) > /dev/null 2>&1 \
+		|| echo "== chromium cannot be installed here: the tests of pages will be skipped"
 
 clean:
 	rm -rf .venv

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .model.count import count  # noqa: F401
     from .model.lm import LoopedLM  # noqa: F401
     from .recipe import load_config  # noqa: F401
+    from .reporting.look import look  # noqa: F401
     from .reporting.report import report  # noqa: F401
     from .studies.run import study  # noqa: F401
     from .training.bench import bench  # noqa: F401
@@ -41,6 +42,7 @@ _HOMES = {
     "export": "hf.export",
     "generate": "generation",
     "load": "loading",
+    "look": "reporting.look",
     "report": "reporting.report",
     "study": "studies.run",
     "train": "training.train",

@@ -304,6 +304,25 @@ def report(
 
 
 @app.command()
+def look(
+    run: Run,
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="What the model reads; - reads it from standard input.")],
+    out: Annotated[str, typer.Option(metavar="FILE", help="Where the page goes.")] = "look.html",
+    against: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Another model with the same tokenizer, to stand beside it.")
+    ] = None,
+    loops: Annotated[
+        int | None, typer.Option(min=1, help="Run this many loops instead of the layout's; needs a shared transition.")
+    ] = None,
+) -> None:
+    """Show what a model would say after each loop, and how its state gets there, as one page for a browser."""
+    import looptim
+
+    text = sys.stdin.read() if text == "-" else text
+    print(looptim.look(run, text, out=out, against=against, loops=loops).path)
+
+
+@app.command()
 def study(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A shipped study, such as main, or a TOML file.")],
     out: Annotated[str, typer.Option(metavar="DIR", help="Where the table, the figures and the page go.")],

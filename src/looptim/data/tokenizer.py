@@ -124,6 +124,15 @@ class Tokenizer:
         """The text of ids; special tokens are left out."""
         return self._model.decode([int(id) for id in ids], skip_special_tokens=True)
 
+    def pieces(self, ids: Iterable[int]) -> dict[int, str]:
+        """What each token stands for, one by one; bytes that are no whole character are written out.
+
+        >>> Tokenizer.bytes().pieces([97, 195, 256])
+        {97: 'a', 195: '\\\\xc3', 256: '<|endoftext|>'}
+        """
+        letters = _byte_letters() if '"ByteLevel"' in json.dumps(json.loads(self._text)["decoder"]) else {}
+        return {id: _piece(self._model.id_to_token(id), letters) for id in map(int, ids)}
+
     def save(self, folder: str | Path) -> None:
         """Writes what `transformers.AutoTokenizer.from_pretrained(folder)` and `Tokenizer.load(folder)` need."""
         settings: dict[str, Any] = {
@@ -142,15 +151,27 @@ class Tokenizer:
 
 def _byte_model() -> tokenizers.Tokenizer:
     """Byte-level BPE without a merge: a token is a byte, and its id is the byte's value."""
-    # The table of GPT-2: printable bytes are themselves, the others follow from 256 on.
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    alphabet = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
-    model = tokenizers.Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    model = tokenizers.Tokenizer(models.BPE(vocab=_byte_letters(), merges=[]))
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     model.decoder = decoders.ByteLevel()
     model.add_special_tokens([AddedToken(EOS, special=True, normalized=False)])
     return model
+
+
+def _byte_letters() -> dict[str, int]:
+    """The table of GPT-2: printable bytes are themselves, the others follow from 256 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+
+
+def _piece(token: str | None, letters: dict[str, int]) -> str:
+    if token is None:
+        # A model may have more rows in its vocabulary than its tokenizer has tokens.
+        return "(no token)"
+    if all(letter in letters for letter in token):
+        return bytes(letters[letter] for letter in token).decode(errors="backslashreplace")
+    return token.replace("▁", " ")
 
 
 def _configured_eos(path: Path) -> str | None:

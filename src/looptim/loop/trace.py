@@ -36,6 +36,8 @@ class Trace:
     """`lam`, broadcastable to the state, or a matrix over the streams."""
     input_map: list[Map] = dataclasses.field(default_factory=list)
     """`H`, the map the state was read with; `.read(Y)` and `.write(g)` apply it."""
+    write_map: list[Map] = dataclasses.field(default_factory=list)
+    """`x`, the map the error was written with; the same object where the transition is aligned."""
     objective: list[Tensor] = dataclasses.field(default_factory=list)
     """`f(o)`, (B, T)."""
 
@@ -86,6 +88,7 @@ def _observe_with(seen: Trace):
             lam = record.carry.lam
             seen.decay.append(lam.matrix if isinstance(lam, StreamMatrix) else torch.as_tensor(lam))
             seen.input_map.append(record.H)
+            seen.write_map.append(record.x)
             seen.objective.append(transition.objective.value(record.o, record.t))
             if outer is not None:
                 outer(transition, record)

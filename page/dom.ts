@@ -1,0 +1,59 @@
+// Elements made without ever parsing text as HTML, and text made visible.
+
+type Child = Node | string;
+type Attributes = Record<string, string | number | boolean | ((event: any) => void)>;
+
+function fill<T extends Element>(node: T, attributes: Attributes, children: Child[]): T {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === "function") node.addEventListener(name, value);
+    else if (value !== false) node.setAttribute(name, value === true ? "" : String(value));
+  }
+  node.append(...children);
+  return node;
+}
+
+export function el<K extends keyof HTMLElementTagNameMap>(
+  tag: K, attributes: Attributes = {}, ...children: Child[]
+): HTMLElementTagNameMap[K] {
+  return fill(document.createElement(tag), attributes, children);
+}
+
+export function svg<K extends keyof SVGElementTagNameMap>(
+  tag: K, attributes: Attributes = {}, ...children: Child[]
+): SVGElementTagNameMap[K] {
+  return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+}
+
+export function select(label: string, options: [string, string][], change: (value: string) => void): HTMLElement {
+  const box = el("select", { change: () => change(box.value) });
+  box.append(...options.map(([value, text]) => el("option", { value }, text)));
+  return el("label", { class: "control" }, label + " ", box);
+}
+
+const NAMED: Record<string, string> = { " ": "·", "\n": "↵", "\t": "⇥", "\r": "␍" };
+
+/** A token with its spaces shown, and with what would be invisible or turn the line around written as its number. */
+export function visible(text: string): string {
+  const shown = text.replace(/[ \n\t\r]/g, (letter) => NAMED[letter]);
+  return shown.replace(/[\p{Cc}\p{Cf}\p{Co}\p{Cs}\p{Zl}\p{Zp}]/gu, (letter) =>
+    `⟨${letter.codePointAt(0)!.toString(16).toUpperCase().padStart(4, "0")}⟩`);
+}
+
+/** A number in three significant digits. */
+export function short(value: number | null): string {
+  if (value === null) return "–";
+  if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e5)) return value.toExponential(2);
+  return String(Number(value.toPrecision(3)));
+}
+
+export function percent(value: number | null): string {
+  return value === null ? "–" : `${Number((100 * value).toPrecision(3))}%`;
+}
+
+/** The data that Python packed into the page. */
+export async function unpack<T>(): Promise<T> {
+  const packed = document.getElementById("data")!.textContent!.trim();
+  const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return JSON.parse(await new Response(stream).text());
+}

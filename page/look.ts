@@ -1,0 +1,197 @@
+// The look page: tokens across, loops down, and everything about the one cell the cursor is on.
+import { Cursor, Data, Exit, Model, rowName } from "./data";
+import { el, percent, select, short, unpack, visible } from "./dom";
+import { answers, attention, equation, experts, numbers, optimizer } from "./panels";
+import { Shade, shades } from "./shade";
+
+class View {
+  readonly root: HTMLElement;
+  private readonly cells: HTMLTableCellElement[][] = [];
+  private readonly heads: HTMLTableCellElement[] = [];
+  private readonly panels = el("div", { class: "panels" });
+  private readonly layer = { index: 0 };
+
+  constructor(readonly data: Data, readonly model: Model, move: (to: Cursor, stay: boolean) => void) {
+    this.layer.index = Math.max(0, model.layers.findIndex((layer) => layer.place === "in the loop"));
+    const table = el("table", { class: "grid", role: "grid", "aria-label": `${model.name}: tokens across, loops down` });
+    const head = el("tr", {}, el("th", { scope: "col" }, "text"));
+    for (const id of data.tokens) {
+      const cell = el("th", { scope: "col" }, el("bdi", {}, visible(data.pieces[id])));
+      this.heads.push(cell);
+      head.append(cell);
+    }
+    table.append(el("thead", {}, head), this.body(move));
+    table.addEventListener("mouseleave", () => move({ token: -1, row: -1 }, false));
+    table.addEventListener("keydown", (event) => this.key(event));
+    this.root = el("section", { class: "model" },
+      el("h2", {}, el("bdi", {}, model.name)), ...model.equations.map(equation),
+      el("div", { class: "scroll" }, table), this.panels);
+  }
+
+  private body(move: (to: Cursor, stay: boolean) => void): HTMLElement {
+    const body = el("tbody");
+    this.model.rows.forEach((_, row) => {
+      const line = el("tr", {}, el("th", { scope: "row" }, rowName(this.model, row)));
+      this.cells.push(this.data.tokens.map((_, token) => {
+        const says = this.data.pieces[this.model.lens.top[row][token][0]];
+        const cell = el("td", {
+          tabindex: -1, mouseenter: () => move({ token, row }, false), focus: () => move({ token, row }, true),
+          click: () => cell.focus(),
+        }, el("bdi", {}, visible(says)), el("small"));
+        if (this.model.lens.top[row][token][0] === this.data.tokens[token + 1]) cell.classList.add("right");
+        if (this.model.lens.settles[token] === row) cell.classList.add("settles");
+        line.append(cell);
+        return cell;
+      }));
+      body.append(line);
+    });
+    return body;
+  }
+
+  /** The arrow keys move the focus, and with it the cursor. */
+  private key(event: KeyboardEvent): void {
+    const row = this.cells.findIndex((cells) => cells.includes(event.target as HTMLTableCellElement));
+    if (row < 0) return;
+    const token = this.cells[row].indexOf(event.target as HTMLTableCellElement);
+    const last = this.data.tokens.length - 1;
+    const steps: Record<string, [number, number]> = {
+      ArrowLeft: [row, token - 1], ArrowRight: [row, token + 1], ArrowUp: [row - 1, token],
+      ArrowDown: [row + 1, token], Home: [row, 0], End: [row, last], PageUp: [0, token],
+      PageDown: [this.cells.length - 1, token],
+    };
+    const to = steps[event.key];
+    if (!to) return;
+    event.preventDefault();
+    this.cells[to[0]]?.[to[1]]?.focus();
+  }
+
+  shade(shade: Shade): void {
+    const all = this.cells.map((cells, row) => cells.map((_, token) => shade.value(this.model, row, token)));
+    const known = all.flat().filter((value): value is number => value !== null);
+    const [low, high] = [Math.min(...known), Math.max(...known)];
+    this.cells.forEach((cells, row) => cells.forEach((cell, token) => {
+      const value = all[row][token];
+      const dark = value === null ? 0 : Math.min(1, Math.max(0, shade.dark(value, low, high)));
+      cell.style.setProperty("--dark", `${Math.round(100 * dark)}%`);
+      cell.classList.toggle("deep", dark > 0.55);
+      cell.lastElementChild!.textContent = shade.show(value);
+    }));
+  }
+
+  /** Mark where each token would leave the loop; null marks nothing. */
+  leave(depths: number[] | null): void {
+    this.cells.forEach((cells, row) => cells.forEach((cell, token) => {
+      const gone = depths !== null && this.model.rows[row].step > depths[token];
+      cell.classList.toggle("gone", gone);
+    }));
+    this.heads.forEach((head, token) => {
+      if (depths) head.dataset.depth = String(depths[token]);
+      else delete head.dataset.depth;
+    });
+  }
+
+  show(at: Cursor): void {
+    this.root.querySelectorAll(".at").forEach((node) => node.classList.remove("at"));
+    const row = Math.min(at.row, this.cells.length - 1);
+    this.root.querySelector('td[tabindex="0"]')?.setAttribute("tabindex", "-1");
+    this.cells[row][at.token].setAttribute("tabindex", "0");
+    this.cells[row][at.token].classList.add("at");
+    this.heads[at.token].classList.add("at");
+    const cursor = { token: at.token, row };
+    const choose = (index: number) => { this.layer.index = index; this.show(cursor); };
+    this.panels.replaceChildren(
+      answers(this.data, this.model, cursor), optimizer(this.model, cursor),
+      attention(this.data, this.model, cursor, this.layer.index, choose),
+      experts(this.model, cursor, this.layer.index, choose), numbers(this.data, this.model, cursor),
+    );
+  }
+
+  sentence({ token, row }: Cursor): string {
+    const { lens } = this.model;
+    row = Math.min(row, this.cells.length - 1);
+    const says = visible(this.data.pieces[lens.top[row][token][0]]);
+    const rank = lens.rank[row][token];
+    const truth = rank === null ? "" : ` The true token has rank ${rank} and ${percent(lens.true[row][token])}.`;
+    return `After “${visible(this.data.pieces[this.data.tokens[token]])}” at ${rowName(this.model, row)} it would say ` +
+      `“${says}” with ${percent(lens.probability[row][token][0])}.${truth} KL to the last loop ` +
+      `${short(lens.kl[row][token])}. The answer settles at ${rowName(this.model, lens.settles[token])}.`;
+  }
+}
+
+/** How deep each token goes under an exit: it leaves after the first step, from `minimum` on, that is below. */
+function depths(exit: Exit, threshold: number): number[] {
+  return exit.values[0].map((_, token) => {
+    const left = exit.values.findIndex((step, index) => index + 1 >= exit.minimum && step[token] < threshold);
+    return left < 0 ? exit.values.length : left + 1;
+  });
+}
+
+function exits(models: Model[], views: View[]): HTMLElement {
+  const names = [...new Set(models.flatMap((model) => model.exits.map((exit) => exit.signal)))];
+  if (!names.length) return el("span");
+  let signal = names[0];
+  const slider = el("input", { type: "range", min: 0, max: 1000, value: 0, "aria-label": "threshold", input: slide });
+  const exact = el("input", { type: "number", min: 0, step: "any", value: 0, "aria-label": "threshold, exactly", input: apply });
+  const said = el("output", { class: "note" });
+
+  function range(): [number, number] {
+    const all = models.flatMap((model) => model.exits.filter((exit) => exit.signal === signal))
+      .flatMap((exit) => exit.values.flat()).filter((value) => value > 0);
+    return [Math.min(...all), Math.max(...all) * 1.001];
+  }
+  function slide(): void {
+    const [low, high] = range();
+    const part = Number(slider.value) / 1000;
+    exact.value = part ? (low * (high / low) ** part).toPrecision(3) : "0";
+    apply();
+  }
+  function apply(): void {
+    const parts = models.map((model, index) => {
+      const exit = model.exits.find((each) => each.signal === signal);
+      const found = exit && Number(exact.value) > 0 ? depths(exit, Number(exact.value)) : null;
+      views[index].leave(found);
+      return exit && found ? `mean ${short(found.reduce((a, b) => a + b) / found.length)} of ${exit.values.length} loops` : "all loops";
+    });
+    said.textContent = `${parts.join("; ")}. The rule is applied to what a run at full depth recorded: ` +
+      "a token that really left would also change what later tokens see.";
+  }
+  apply();
+  return el("fieldset", {}, el("legend", {}, "Exit"),
+    select("leave when", names.map((name) => [name, name]), (value) => { signal = value; slide(); }),
+    el("label", { class: "control" }, "is below ", slider, exact), said);
+}
+
+async function main(): Promise<void> {
+  const data = await unpack<Data>();
+  const kept = { token: 0, row: data.models[0].rows.length - 1 };
+  const said = el("p", { class: "said", role: "status", "aria-live": "polite" });
+  const views = data.models.map((model) => new View(data, model, move));
+
+  function move(to: Cursor, stay: boolean): void {
+    if (stay) Object.assign(kept, to);
+    const at = to.token < 0 ? kept : to;
+    views.forEach((view) => view.show(at));
+    said.textContent = views.map((view) => (views.length > 1 ? `${view.model.name}: ` : "") + view.sentence(at)).join(" ");
+  }
+  const known = shades(data);
+  const paint = (name: string) => views.forEach((view) => view.shade(known[name]));
+  const page = document.getElementById("page")!;
+  document.title = `${data.models.map((model) => model.name).join(" and ")} · looptim look`;
+  page.replaceChildren(
+    el("header", {},
+      el("h1", {}, "What a loop thinks"),
+      el("p", { class: "note" }, "Each cell is what the model would say next if its loop ended there: the state is read " +
+        "out and goes through the coda and the head. Point at a cell or use the arrow keys. Bold is right; a bar on top " +
+        "marks where the answer settles."),
+      el("div", { class: "controls" },
+        select("shade by", Object.entries(known).map(([name, shade]) => [name, shade.title]), paint),
+        exits(data.models, views)),
+      said),
+    el("div", { class: "models" }, ...views.map((view) => view.root)),
+  );
+  paint("probability");
+  move(kept, true);
+  document.documentElement.dataset.ready = "yes";
+}
+
+void main();

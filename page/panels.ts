@@ -1,0 +1,162 @@
+// What stands below the grid: one panel for each question about the cell the cursor is on.
+import { Cursor, Data, Equation, Layer, Model, Quantity, rowName } from "./data";
+import { el, percent, select, short, svg, visible } from "./dom";
+import { cellOf } from "./shade";
+
+function panel(name: string, title: string, ...children: (Node | string)[]): HTMLElement {
+  return el("article", { class: `panel ${name}` }, el("h3", {}, title), ...children);
+}
+
+const bar = (share: number) => {
+  const node = el("span", { class: "bar" });
+  node.style.setProperty("--share", `${100 * share}%`);
+  return node;
+};
+
+export function equation(row: Equation): HTMLElement {
+  const parts: [string, string][] = [
+    ["target", `t = ${row.target}`], ["start", `Y₀ = ${row.start}`], ["read-out", row.readout],
+    ["written through", `${row.input_map}, ${row.aligned ? "which it reads with: aligned" : "not the map it reads with"}`],
+    ...row.where.map((text): [string, string] => ["where", text]),
+  ];
+  return el("details", { class: "equation" },
+    el("summary", {}, el("b", {}, row.name), " ", el("span", { class: "math" },
+      `${row.rule},  G = xᵀ L′(o),  o = ${row.projection},  L = ${row.objective},  η = ${row.step},  λ = ${row.decay},  x = ${row.input_map}`)),
+    el("p", { class: "note" }, `${row.steps} loops, ${row.loop_specific ? "each with parameters of its own" : "all with the same parameters"}. ${row.summary}`),
+    el("dl", {}, ...parts.flatMap(([name, text]) => [el("dt", {}, name), el("dd", { class: "math" }, text)])));
+}
+
+export function answers(data: Data, model: Model, { token, row }: Cursor): HTMLElement {
+  const { top, probability } = model.lens;
+  const next = data.tokens[token + 1];
+  const list = el("ol", { class: "answers" }, ...top[row][token].map((id, place) => {
+    const chance = probability[row][token][place];
+    return el("li", id === next ? { class: "right" } : {},
+      bar(chance), el("bdi", {}, visible(data.pieces[id])), el("span", { class: "value" }, percent(chance)));
+  }));
+  const truth = next === undefined ? "" : ` The text goes on with “${visible(data.pieces[next])}”.`;
+  return panel("says", `After ${rowName(model, row)}, it would say`,
+    el("p", { class: "note" }, `Next to “${visible(data.pieces[data.tokens[token]])}”.${truth}`), list);
+}
+
+const [WIDTH, HEIGHT, LEFT] = [200, 84, 6];
+
+function line(points: (number | null)[], x: (i: number) => number, y: (v: number) => number, name: string): SVGElement {
+  let path = "";
+  points.forEach((value, i) => {
+    if (value !== null) path += `${path && points[i - 1] !== null ? "L" : "M"}${x(i).toFixed(1)} ${y(value).toFixed(1)}`;
+  });
+  return svg("path", { d: path, class: name });
+}
+
+/** One quantity over the loops: a line for each stream of the token, over the range of all tokens. */
+function chart(model: Model, quantity: Quantity, { token, row }: Cursor): HTMLElement {
+  const cells = quantity.values.map((tokens) => tokens?.[token] ?? null);
+  const streams = Math.max(...cells.map((cell) => (Array.isArray(cell) ? cell.length : 1)));
+  const lines = Array.from({ length: streams }, (_, stream) =>
+    cells.map((cell) => (Array.isArray(cell) ? cell[stream] : cell)));
+  const all = quantity.values.map((tokens) => (tokens ?? []).flat().filter((value): value is number => value !== null));
+  const known = all.flat();
+  let [low, high] = [Math.min(...known), Math.max(...known)];
+  if (low === high) [low, high] = [low - 0.5, high + 0.5];
+  const x = (i: number) => LEFT + (i / Math.max(1, model.rows.length - 1)) * (WIDTH - 2 * LEFT);
+  const y = (value: number) => 4 + (1 - (value - low) / (high - low)) * (HEIGHT - 8);
+  const spans = all.map((values, i) => (values.length
+    ? svg("line", { x1: x(i), x2: x(i), y1: y(Math.min(...values)), y2: y(Math.max(...values)), class: "range" })
+    : svg("g")));
+  const now = cells[row];
+  const value = Array.isArray(now) ? now.map(short).join("  ") : short(now);
+  return el("figure", { "data-quantity": quantity.key },
+    el("figcaption", {}, el("b", {}, quantity.title), ` ${quantity.meaning}`),
+    el("span", { class: "value" }, value),
+    svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${quantity.title}: ${value}` },
+      ...spans, svg("line", { x1: x(row), x2: x(row), y1: 0, y2: HEIGHT, class: "cursor" }),
+      ...lines.map((points, stream) => line(points, x, y, `stream s${stream % 4}`)),
+      ...lines.map((points, stream) => (points[row] === null ? svg("g")
+        : svg("circle", { cx: x(row), cy: y(points[row]!), r: 3, class: `stream s${stream % 4}` })))));
+}
+
+export function optimizer(model: Model, at: Cursor): HTMLElement {
+  return panel("optimizer", "The optimizer’s view",
+    el("p", { class: "note" }, "This token over the loops, a line for each stream; gray is the range of all tokens."),
+    el("div", { class: "charts" }, ...model.quantities.map((quantity) => chart(model, quantity, at))));
+}
+
+/** The visit of a layer that belongs to a row: a looped layer is visited once a step, others once. */
+const visitAt = (layer: Layer, model: Model, row: number, visits: number) =>
+  layer.place === "in the loop" ? Math.min(visits - 1, Math.max(0, model.rows[row].step - 1)) : 0;
+
+function chooser(layers: Layer[], index: number, choose: (index: number) => void): HTMLElement {
+  const label = select("layer", layers.map((layer, i) => [String(i), `${layer.name}, ${layer.place}`]), (value) => choose(Number(value)));
+  label.querySelector("select")!.value = String(index);
+  return label;
+}
+
+export function attention(
+  data: Data, model: Model, { token, row }: Cursor, index: number, choose: (index: number) => void
+): HTMLElement {
+  const layer = model.layers[index];
+  if (!layer?.attention.length) return el("span");
+  const visit = visitAt(layer, model, row, layer.attention.length);
+  const { source, weight } = layer.attention[visit];
+  const weights = new Map(source[token].map((from, place) => [from, weight[token][place]]));
+  const most = Math.max(...weights.values());
+  const text = el("p", { class: "text" }, ...data.tokens.map((id, place) => {
+    const share = place <= token ? weights.get(place) ?? 0 : 0;
+    const word = el("bdi", { title: share ? percent(share) : "", class: place === token ? "here" : "" }, visible(data.pieces[id]));
+    word.style.setProperty("--dark", `${Math.round((100 * share) / most)}%`);
+    word.classList.toggle("deep", share / most > 0.55);
+    return word;
+  }));
+  const list = el("ol", { class: "answers" }, ...source[token].map((from, place) => [from, weight[token][place]])
+    .filter(([, share]) => share > 0).map(([from, share]) =>
+      el("li", {}, bar(share), el("bdi", {}, visible(data.pieces[data.tokens[from]])), el("small", {}, ` ${from - token || "itself"}`),
+        el("span", { class: "value" }, percent(share)))));
+  return panel("attention", "Where it looks",
+    el("div", { class: "controls" }, chooser(model.layers, index, choose)),
+    el("p", { class: "note" }, `Visit ${visit + 1} of ${layer.attention.length}: the mean of the heads, the eight strongest sources.`),
+    text, list);
+}
+
+export function experts(model: Model, { token, row }: Cursor, index: number, choose: (index: number) => void): HTMLElement {
+  const layers = model.layers.filter((layer) => layer.experts.length);
+  if (!layers.length) return el("span");
+  const layer = model.layers[index].experts.length ? model.layers[index] : layers[0];
+  const now = visitAt(layer, model, row, layer.experts.length);
+  const chosen = layer.experts.map((visit) => visit.chosen);
+  const share = (a: number[], b: number[]) => a.filter((expert) => b.includes(expert)).length / a.length;
+  const visits = el("table", {}, el("tr", {}, el("th", {}, "visit"), el("th", {}, "experts of this token, with their weights")),
+    ...layer.experts.map((visit, i) => el("tr", i === now ? { class: "at" } : {}, el("th", { scope: "row" }, String(i + 1)),
+      el("td", {}, visit.chosen[token].map((expert, place) => `${expert} (${short(visit.weight[token][place])})`).join(", ")))));
+  const overlap = el("table", { class: "overlap" },
+    el("tr", {}, el("th", {}, "overlap"), ...chosen.map((_, j) => el("th", { scope: "col" }, String(j + 1)))),
+    ...chosen.map((from, i) => el("tr", {}, el("th", { scope: "row" }, String(i + 1)), ...chosen.map((to, j) => {
+      const mean = from.reduce((sum, experts, each) => sum + share(experts, to[each]), 0) / from.length;
+      const cell = el("td", {}, percent(mean));
+      cell.style.setProperty("--dark", `${Math.round(100 * mean)}%`);
+      cell.classList.toggle("deep", mean > 0.55);
+      return cell;
+    }))));
+  return panel("experts", "Whom it asks",
+    el("div", { class: "controls" }, chooser(model.layers, model.layers.indexOf(layer), choose)), visits,
+    el("p", { class: "note" }, "Share of the experts that two visits have in common, over all tokens:"),
+    el("div", { class: "scroll" }, overlap));
+}
+
+/** Everything about one token as a table, which a screen reader can read. */
+export function numbers(data: Data, model: Model, { token, row }: Cursor): HTMLElement {
+  const { lens, quantities } = model;
+  const head = ["after", "says", "probability", "true token", "rank", "KL", ...quantities.map((each) => each.title)];
+  const rows = model.rows.map((_, i) => [
+    visible(data.pieces[lens.top[i][token][0]]), percent(lens.probability[i][token][0]), percent(lens.true[i][token]),
+    String(lens.rank[i][token] ?? "–"), short(lens.kl[i][token]), ...quantities.map(({ values }) => {
+      const cell = values[i]?.[token] ?? null;
+      return Array.isArray(cell) ? cell.map(short).join(" ") : short(cellOf(values, i, token));
+    }),
+  ]);
+  return panel("numbers", "The same as a table", el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "numbers" },
+    el("table", {}, el("caption", {}, `Token ${token + 1} of ${data.tokens.length}, “${visible(data.pieces[data.tokens[token]])}”`),
+      el("tr", {}, ...head.map((name) => el("th", { scope: "col" }, name))),
+      ...rows.map((cells, i) => el("tr", i === row ? { class: "at" } : {}, el("th", { scope: "row" }, rowName(model, i)),
+        ...cells.map((cell) => el("td", {}, el("bdi", {}, cell))))))));
+}

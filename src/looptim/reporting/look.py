@@ -1,0 +1,94 @@
+"""The look page: what one model, or two side by side, does with a text, as one file that needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import html
+import json
+import re
+import zlib
+from pathlib import Path
+from typing import Any, final
+
+from torch import nn
+
+from ..base.files import os_errors_as, write_whole
+from ..data import Tokenizer
+from ..loading import load
+from ..loop import Loop, describe
+from .recording import record
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """A page; in a notebook it shows itself."""
+
+    html: str = dataclasses.field(repr=False)
+    path: Path | None = None
+
+    def _repr_html_(self) -> str:
+        return frame(self.html, height=900)
+
+
+def look(
+    model: str | Path | nn.Module,
+    text: str,
+    *,
+    out: str | Path | None = None,
+    against: str | Path | nn.Module | None = None,
+    tokenizer: Tokenizer | None = None,
+    loops: int | None = None,
+) -> Look:
+    """What a model says after each loop, and what its optimizer does meanwhile; written to `out` if that is given.
+
+    `model` is a run, an exported folder, or a looped model, which then needs a `tokenizer`; `against` is another one
+    to stand beside it. `loops` runs a shared transition another number of times than its layout says.
+    """
+    subjects = [_subject(given, tokenizer) for given in (model, against) if given is not None]
+    # Half a surrogate, as the command line makes of a stray byte, is no text that a tokenizer takes.
+    text = re.sub("[\ud800-\udfff]", "\ufffd", text)
+    encoded = [words.encode(text) or [words.eos] for _, _, words in subjects]
+    if encoded[0] != encoded[-1]:
+        first, second = (name for name, _, _ in subjects)
+        raise ValueError(
+            f"{first} and {second} have different tokenizers; look at two models that share one, or at each"
+        )
+    ids, words = encoded[0], subjects[0][2]
+    models = [{**_head(name, part), **record(part, ids, loops=loops)} for name, part, _ in subjects]
+    shown = {id for each in models for row in each["lens"]["top"] for column in row for id in column}
+    page = fill("look", {"tokens": ids, "pieces": words.pieces(shown | set(ids)), "models": models})
+    if out is None:
+        return Look(page)
+    with os_errors_as(f"cannot write the page to {out}", "choose another file with --out"):
+        write_whole(Path(out), page)
+    return Look(page, Path(out))
+
+
+def _subject(given: str | Path | nn.Module, tokenizer: Tokenizer | None) -> tuple[str, nn.Module, Tokenizer]:
+    if not isinstance(given, nn.Module):
+        return (str(given), *load(given))
+    if tokenizer is None:
+        raise ValueError("a model in memory needs a tokenizer; give one with tokenizer=, or the folder of a run")
+    # A wrapper of transformers around our model shares its weights; the model itself shows its experts and attention.
+    return type(given).__name__, getattr(given, "looped", given), tokenizer
+
+
+def _head(name: str, model: nn.Module) -> dict[str, Any]:
+    """What stands above a model's numbers: its name, and the equation of its transition."""
+    loops = [module for module in model.modules() if isinstance(module, Loop)]
+    return {"name": name, "equations": [dataclasses.asdict(describe(loop)) | {"steps": loop.steps} for loop in loops]}
+
+
+def fill(template: str, data: Any) -> str:
+    """A page of its template and its data, which is packed: no character of it can be taken for code."""
+    packed = base64.b64encode(zlib.compress(json.dumps(data, separators=(",", ":")).encode(), 9)).decode()
+    source = Path(__file__).parent / "templates" / f"{template}.html"
+    return source.read_text(encoding="utf-8").replace("{{data}}", packed)
+
+
+def frame(page: str, *, height: int) -> str:
+    """A page inside of another, such as a notebook."""
+    style = f"width:100%;height:{height}px;border:1px solid #8884;border-radius:6px"
+    return f'<iframe srcdoc="{html.escape(page)}" style="{style}" title="looptim"></iframe>'
