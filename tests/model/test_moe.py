@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from looptim.model import Experts, MoE, Router, Routing, SwiGLU, balance_update
+from looptim.model.moe import experts_by_group, experts_by_index, experts_form, experts_one_by_one
 
 
 def make_moe(width=8, *, dtype=torch.float64, std=0.5, **options):
@@ -157,11 +158,27 @@ def test_experts_differentiate_twice():
     assert torch.autograd.gradgradcheck(apply, inputs)
 
 
-def test_operators_are_well_formed():
-    x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(3, 4, 8, requires_grad=True)
-    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
-    torch.library.opcheck(torch.ops.looptim.grouped_linear, (x, weight, ends))
-    torch.library.opcheck(torch.ops.looptim.grouped_outer, (x, torch.randn(5, 4, requires_grad=True), ends))
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_few_tokens_have_the_sum_of_many(tokens):
+    experts = Experts(8, experts=6, hidden=4).double()
+    x = torch.randn(tokens, 8, dtype=torch.float64)
+    weights, indices = torch.rand(tokens, 6, dtype=torch.float64).topk(2)
+    routing, matrices = Routing(indices, weights, weights), (experts.gate, experts.up, experts.down)
+    expected = experts_by_group(x, routing, *matrices)
+    torch.testing.assert_close(experts_one_by_one(x, routing, *matrices), expected)
+    torch.testing.assert_close(experts_by_index(x, routing, *matrices), expected)
+    assert experts_form(routing, matrices) is experts_by_group
+    with torch.no_grad():
+        assert experts_form(routing, matrices) is experts_one_by_one
+        torch.testing.assert_close(experts(x, routing), expected)
+
+
+def test_statistics_are_left_out_where_nobody_looks():
+    moe = make_moe()
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    y, stats = moe(x, stats=False)
+    assert stats is None
+    assert torch.equal(y, moe(x)[0])
 
 
 def test_meta_device_counts_what_the_cpu_runs():

@@ -88,9 +88,14 @@ class LoopedModel(LoopedPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
+        output_router_logits: bool = False,
         **kwargs: Any,
     ) -> LoopedModelOutput:
-        """The normed output of the coda. `kwargs` reach the attention of every layer."""
+        """The normed output of the coda. `kwargs` reach the attention of every layer.
+
+        The auxiliary loss is computed where it may have a gradient, and with `output_router_logits`, the word of
+        transformers for it.
+        """
         self._check_call(attention_mask)
         # Continuous batching brings its own cache.
         use_cache = self._resolve_cache(use_cache, kwargs.get("cache") if past_key_values is None else past_key_values)
@@ -123,7 +128,14 @@ class LoopedModel(LoopedPreTrainedModel):
             for slot in cast("list[AttentionSlot]", self.slots)
         ]
         observe = states.append if output_hidden_states else None
-        h, stats = self.body.hidden(h, positions=position_ids, attend=attend, depth=self._depth, observe=observe)
+        h, stats = self.body.hidden(
+            h,
+            positions=position_ids,
+            attend=attend,
+            depth=self._depth,
+            stats=output_router_logits or torch.is_grad_enabled(),
+            observe=observe,
+        )
         return LoopedModelOutput(
             last_hidden_state=cast(Any, h),
             past_key_values=past_key_values if use_cache else None,
@@ -233,7 +245,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             return_dict=True,
-            **kwargs,
+            **({"output_router_logits": True} if labels is not None else {}) | kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(seen.last_hidden_state[:, kept])

@@ -33,10 +33,11 @@ class Block(nn.Module):
         attend: Attend,
         rope: tuple[Tensor, Tensor],
         visit: int | Int[Tensor, ""] = 0,
+        stats: bool = True,
     ) -> tuple[Float[Tensor, "batch length width"], MoEStats | None]:
         x = x + self.attention(self.attention_norm(x), attend, rope)
         h = self.feedforward_norm(x)
         if isinstance(self.feedforward, MoE):
-            y, stats = self.feedforward(h, visit)
-            return x + y, stats
+            y, seen = self.feedforward(h, visit, stats=stats)
+            return x + y, seen
         return x + self.feedforward(h), None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -12,14 +11,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..config import ModelConfig
-from ..loop import Depth, Loop, build
+from ..loop import Depth, Loop
 from ..loop.depth import Fixed
-from ..loop.registry import options_of
-from .attention import Attend, Attention, causal_attention, document_starts
+from .attention import Attend, causal_attention, document_starts
 from .block import Block
+from .build import build_block, build_loop, derive, draw_seed, seeded
 from .head import IGNORE, Head
-from .layout import LayerSpec, Layout
-from .moe import MoE, MoEStats, SwiGLU
+from .layout import Layout
+from .moe import MoEStats
 from .norm import RMSNorm
 from .rope import rope_table
 
@@ -63,18 +62,18 @@ class LoopedBody(nn.Module):
             raise ValueError(
                 f"{type(self).__name__} takes a ModelConfig (the `model` of a recipe), got {type(config).__name__}"
             )
-        seed = _draw_seed() if seed is None else seed
+        seed = draw_seed() if seed is None else seed
         self.config = config
         # Transitions come first, so that a wrong preset or option is found before anything large is allocated.
         self.loops = nn.ModuleList(
-            _seeded(seed, f"loops.{i}", lambda s=segment: _build_loop(config, s.loops))
+            seeded(seed, f"loops.{i}", lambda s=segment: build_loop(config, s.loops))
             for i, segment in enumerate(s for s in config.segments if s.loops is not None)
         )
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList()
         layout = Layout.of(config)
         for index, (layer, visits) in enumerate(zip(layout.blocks, layout.visits, strict=True)):
-            block = _build_block(config, layer, visits)
+            block = build_block(config, layer, visits)
             self._init_weights(f"blocks.{index}", block, seed)
             self.blocks.append(block)
             if place is not None:
@@ -91,7 +90,7 @@ class LoopedBody(nn.Module):
         """
         for full_name, parameter in part.named_parameters(name):
             if parameter.dim() > 1 and not parameter.is_meta:
-                generator = torch.Generator(parameter.device).manual_seed(_derive(seed, full_name))
+                generator = torch.Generator(parameter.device).manual_seed(derive(seed, full_name))
                 nn.init.normal_(parameter, std=self.config.init_std, generator=generator)
 
     def embed(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T d"]:
@@ -137,11 +136,13 @@ class LoopedBody(nn.Module):
         documents: Int[Tensor, "B T"] | None = None,
         depth: Depth | None = None,
         grad_loops: int | None = None,
+        stats: bool = True,
         observe: Callable[[Tensor], None] | None = None,
     ) -> tuple[Float[Tensor, "B T d"], list[tuple[int, MoEStats]]]:
         """The coda's normed output for embeddings `h`, and (block, stats) of every visit of a MoE layer.
 
-        A sequence that waits for its first loop is not in the stats: nothing comes of its visit.
+        A sequence that waits for its first loop is not in the stats: nothing comes of its visit. Where nobody looks
+        at them, `stats=False` leaves them out.
 
         `attend` has one slot per unrolled layer, in order: what a KV cache hangs on. `documents` numbers the document
         of each token: attention then stays inside of it, and positions begin with it. `depth` and `grad_loops` are
@@ -152,11 +153,11 @@ class LoopedBody(nn.Module):
         layout = Layout.of(self._with_depth(depth, len(h)))
         visits = iter(self._visits(layout, h, positions, attend, documents))
         loops = iter(cast("list[Loop]", list(self.loops)))
-        stats: list[tuple[int, MoEStats]] = []
+        told: list[tuple[int, MoEStats]] = []
         for segment in layout.segments:
             seen: list[list[tuple[int, MoEStats]]] = [[] for _ in segment.steps]
             steps = [
-                partial(self._run, visits=[next(visits) for _ in layers], stats=into, observe=observe)
+                partial(self._run, visits=[next(visits) for _ in layers], told=into if stats else None, observe=observe)
                 for layers, into in zip(segment.steps, seen, strict=True)
             ]
             if segment.looped:
@@ -166,8 +167,8 @@ class LoopedBody(nn.Module):
                 seen = [_of_the_live(some, live) for some, live in zip(seen, state.live, strict=False)]
             else:
                 h = steps[0](h)
-            stats += [each for some in seen for each in some]
-        return self.norm(h), stats
+            told += [each for some in seen for each in some]
+        return self.norm(h), told
 
     def _with_depth(self, depth: Depth | None, batch: int) -> ModelConfig:
         """The config with as many loops as `depth` runs."""
@@ -182,21 +183,19 @@ class LoopedBody(nn.Module):
         h: Tensor,
         *,
         visits: Sequence[Visit],
-        stats: list[tuple[int, MoEStats]],
+        told: list[tuple[int, MoEStats]] | None,
         observe: Callable[[Tensor], None] | None,
     ) -> Tensor:
-        """Some unrolled layers after each other; what their MoE layers tell goes into `stats`."""
+        """Some unrolled layers after each other; what their MoE layers tell goes into `told`, where it is wanted."""
         # Recomputation is block by block: only the inputs of blocks are kept, and one block at a time is run again.
         recompute = self.checkpointing and torch.is_grad_enabled()
         for visit in visits:
             block = cast(Block, self.blocks[visit.block])
-            if recompute:
-                h, seen = checkpoint(block, h, visit.attend, visit.rope, visit.number, use_reentrant=False)
-            else:
-                h, seen = block(h, visit.attend, visit.rope, visit.number)
+            arguments = (h, visit.attend, visit.rope, visit.number, told is not None)
+            h, seen = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
             # A visit is counted and seen here, outside of what is recomputed, so that it is once.
-            if seen is not None:
-                stats.append((visit.block, seen))
+            if seen is not None and told is not None:
+                told.append((visit.block, seen))
             if observe is not None:
                 observe(h)
         return h
@@ -246,7 +245,7 @@ class LoopedLM(LoopedBody):
     def __init__(
         self, config: ModelConfig, *, seed: int | None = None, place: Callable[[Block, int], None] | None = None
     ):
-        seed = _draw_seed() if seed is None else seed
+        seed = draw_seed() if seed is None else seed
         super().__init__(config, seed=seed, place=place)
         self.head = Head(config.width, vocab_size=config.vocab_size)
         self._init_weights("head", self.head, seed)
@@ -255,7 +254,7 @@ class LoopedLM(LoopedBody):
 
     def forward(self, tokens: Int[Tensor, "B T"], *, depth: Depth | None = None) -> Float[Tensor, "B T vocab"]:
         """Logits in fp32. `depth` runs the loops another number of times than the layout says."""
-        h, _ = self.hidden(self.embed(tokens), depth=depth)
+        h, _ = self.hidden(self.embed(tokens), depth=depth, stats=False)
         return self.head(h)
 
     def loss(
@@ -298,53 +297,3 @@ def auxiliary_loss(stats: Sequence[tuple[int, MoEStats]]) -> Tensor | None:
     """The mean over visits of the mean over their sequences, without its coefficient; None without a MoE layer."""
     means = [seen.aux_loss.mean() for _, seen in stats if len(seen.aux_loss)]
     return torch.stack(means).mean() if means else None
-
-
-def _build_loop(config: ModelConfig, loops: int | None) -> Loop:
-    assert loops is not None
-    for name in sorted(config.loop.options.keys() & {"name", "width", "steps"}):
-        source = {"name": "loop.preset", "width": "model.width", "steps": "model.layout"}[name]
-        raise ValueError(f"{name} is no option of a loop; it comes from {source}")
-    # A norm inside a transition is a norm of the model like any other.
-    eps = {"norm_eps": config.norm_eps} if "norm_eps" in options_of(config.loop.preset) else {}
-    return build(config.loop.preset, width=config.width, steps=loops, **eps | config.loop.options)
-
-
-def _build_block(config: ModelConfig, layer: LayerSpec, visits: int) -> Block:
-    attention = Attention(
-        config.width,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        qk_norm=config.qk_norm,
-        norm_eps=config.norm_eps,
-    )
-    if layer.feedforward == "dense":
-        feedforward = SwiGLU(config.width, config.dense_hidden)
-    else:
-        feedforward = MoE(
-            config.width,
-            experts=config.experts,
-            top_k=config.top_k,
-            expert_hidden=config.expert_hidden,
-            shared_hidden=config.shared_hidden,
-            scaling=config.routed_scaling,
-            visits=visits if config.balance == "per_visit" else 1,
-        )
-    return Block(attention, feedforward, width=config.width, eps=config.norm_eps)
-
-
-def _seeded(seed: int, name: str, make: Callable[[], Loop]) -> Loop:
-    # torch.manual_seed seeds every device, and each gets its generator back.
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
-        torch.manual_seed(_derive(seed, name))
-        return make()
-
-
-def _draw_seed() -> int:
-    return int(torch.randint(2**31, (), device="cpu"))
-
-
-def _derive(seed: int, name: str) -> int:
-    """A seed for one named thing."""
-    return zlib.crc32(f"{seed}/{name}".encode())

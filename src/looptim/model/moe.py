@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.flop_counter import register_flop_formula
 
 from ..base.numerics import autocast_dtype, full_precision
+from .grouped import grouped_linear, sum_rows, take_rows
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 INIT_STD = 0.006
+
+FEW_PAIRS = 32
+"""Pairs of a token and an expert up to which decoding does not sort them."""
+CACHED_NUMEL = 2**20
+"""Elements of experts' matrices up to which a copy of them stays in the cache, and costs less than sorting."""
 
 
 class Routing(NamedTuple):
@@ -94,27 +100,64 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, width, hidden).normal_(std=INIT_STD))
 
     def forward(self, x: Float[Tensor, "tokens width"], routing: Routing) -> Float[Tensor, "tokens width"]:
-        num_experts, top_k = self.gate.shape[0], routing.indices.shape[1]
-        # Many short keys sort 3x faster on a CPU; a stable sort makes the order of the sums reproducible there.
-        experts, order = routing.indices.flatten().to(torch.int16).sort(stable=True)
-        ids = torch.arange(num_experts, device=x.device, dtype=torch.int16)
-        ends = torch.searchsorted(experts, ids, right=True, out_int32=True)
-        tokens = order // top_k
         dtype = autocast_dtype(x)
-        gate, up, down = (weight.to(dtype) for weight in (self.gate, self.up, self.down))
-        rows = x.to(dtype).index_select(0, tokens)
-        hidden = F.silu(grouped_linear(rows, gate, ends)) * grouped_linear(rows, up, ends)
-        # Weighing the hidden rows equals weighing the outputs, and they are narrower.
-        hidden = hidden * routing.weights.flatten().index_select(0, order).unsqueeze(-1).to(dtype)
-        outputs = grouped_linear(hidden, down, ends)
-        return torch.zeros_like(x, dtype=dtype).index_add(0, tokens, outputs)
+        weights = tuple(weight.to(dtype) for weight in (self.gate, self.up, self.down))
+        return experts_form(routing, weights)(x.to(dtype), routing, *weights)
+
+
+def experts_form(routing: Routing, weights: tuple[Tensor, ...]) -> Callable[..., Tensor]:
+    """How to run the experts of these tokens: sorted into groups, or the few of decoding without sorting."""
+    pairs = routing.indices.numel()
+    if pairs > FEW_PAIRS or torch.is_grad_enabled():
+        return experts_by_group
+    # A list of numbers is what a compiler cannot trace and a GPU would have to be waited for.
+    if routing.indices.device.type == "cpu" and not torch.compiler.is_compiling():
+        return experts_one_by_one
+    copied = pairs * sum(weight[0].numel() for weight in weights)
+    return experts_by_index if copied <= CACHED_NUMEL else experts_by_group
+
+
+def experts_by_group(x: Tensor, routing: Routing, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """The tokens sorted by expert, so that each expert's matrix meets all of its tokens at once."""
+    top_k = routing.indices.shape[1]
+    # Many short keys sort 3x faster on a CPU.
+    experts, order = routing.indices.flatten().to(torch.int16).sort(stable=True)
+    ids = torch.arange(len(gate), device=x.device, dtype=torch.int16)
+    ends = torch.searchsorted(experts, ids, right=True, out_int32=True)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    rows = take_rows(x, order, places, top_k)
+    hidden = F.silu(grouped_linear(rows, gate, ends)) * grouped_linear(rows, up, ends)
+    # Weighing the hidden rows equals weighing the outputs, and they are narrower.
+    hidden = hidden * routing.weights.flatten().index_select(0, order).unsqueeze(-1).to(x.dtype)
+    return sum_rows(grouped_linear(hidden, down, ends), order, places, top_k)
+
+
+def experts_one_by_one(x: Tensor, routing: Routing, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """The same with a product of matrix and vector for each pair: no matrix is copied."""
+    chosen = routing.indices.tolist()
+    pairs = [(row, expert) for row, experts in zip(x.unbind(), chosen, strict=True) for expert in experts]
+    gates, ups = (torch.stack([weight[expert].mv(row) for row, expert in pairs]) for weight in (gate, up))
+    hidden = (F.silu(gates) * ups * routing.weights.reshape(-1, 1).to(x.dtype)).unbind()
+    outputs = [down[expert].mv(h) for (_, expert), h in zip(pairs, hidden, strict=True)]
+    return torch.stack(outputs).unflatten(0, routing.indices.shape).sum(1)
+
+
+def experts_by_index(x: Tensor, routing: Routing, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """The same with a copy of its experts' matrices for every token: nothing waits for the choice of experts."""
+    tokens, top_k = routing.indices.shape
+    chosen = routing.indices.flatten()
+    columns = x.unsqueeze(1).expand(-1, top_k, -1).reshape(tokens * top_k, -1, 1)
+    hidden = F.silu(gate.index_select(0, chosen) @ columns) * (up.index_select(0, chosen) @ columns)
+    hidden = hidden * routing.weights.reshape(-1, 1, 1).to(x.dtype)
+    return (down.index_select(0, chosen) @ hidden).view(tokens, top_k, -1).sum(1)
 
 
 class MoE(nn.Module):
     """Routed experts plus a shared one that is neither gated nor scaled.
 
     y = experts(x, router(x, bias)) + shared(x). `bias` is a buffer with one row, or one per visit of a looped layer;
-    the trainer moves it with `balance_update`. A visit beyond the last row uses the last row.
+    the trainer moves it with `balance_update`. A visit beyond the last row uses the last row. Decoding leaves `stats`
+    out.
 
     >>> moe = MoE(8, experts=4, top_k=2, expert_hidden=4, shared_hidden=4)
     >>> y, stats = moe(torch.randn(2, 3, 8))
@@ -142,12 +185,14 @@ class MoE(nn.Module):
         self.register_buffer("bias", torch.zeros(visits, experts))
 
     def forward(
-        self, x: Float[Tensor, "batch length width"], visit: int | Int[Tensor, ""] = 0
-    ) -> tuple[Float[Tensor, "batch length width"], MoEStats]:
+        self, x: Float[Tensor, "batch length width"], visit: int | Int[Tensor, ""] = 0, *, stats: bool = True
+    ) -> tuple[Float[Tensor, "batch length width"], MoEStats | None]:
         batch, length, _ = x.shape
         flat = x.flatten(0, 1)
         routing = self.router(flat, visit_row(self.bias, visit))
         y = self.experts(flat, routing).view(x.shape) + self.shared(x)
+        if not stats:
+            return y, None
         counts = expert_counts(routing.indices.view(batch, -1), self.router.num_experts)
         aux_loss = sequence_balance_loss(routing.scores.view(batch, length, -1), counts)
         # Returned, not accumulated: recomputing this call under activation checkpointing must not count it again.
@@ -197,77 +242,3 @@ def balance_update(
     """
     # Scaled by the number of experts the comparison with the mean is exact in integers.
     return bias + rate * torch.sign(load.sum(-1, keepdim=True) - load.shape[-1] * load)
-
-
-# An operator of our own around grouped_mm: torch 2.13 traces grouped_mm in bf16 only, so that fp32 neither compiles
-# nor runs on the meta device, it does not count its FLOPs, and it has neither float64 nor unaligned widths.
-
-
-@torch.library.custom_op("looptim::grouped_linear", mutates_args=())
-def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """y[a:b] = x[a:b] @ weight[e].T for the rows a = ends[e-1] to b = ends[e] of each expert."""
-    if fits_grouped_mm(x, weight):
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    y = x.new_zeros(x.shape[0], weight.shape[1])
-    for expert, rows in enumerate(row_slices(ends)):
-        y[rows] = x[rows] @ weight[expert].T
-    return y
-
-
-@torch.library.custom_op("looptim::grouped_outer", mutates_args=())
-def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """w[e] = left[a:b].T @ right[a:b], the gradient of `grouped_linear` in its weight."""
-    if fits_grouped_mm(left, right):
-        return F.grouped_mm(left.T, right, offs=ends)
-    return torch.stack([left[rows].T @ right[rows] for rows in row_slices(ends)])
-
-
-def fits_grouped_mm(left: Tensor, right: Tensor) -> bool:
-    """Whether grouped_mm takes these operands: no float64, rows of whole 16 bytes."""
-    widths = (left.shape[-1], right.shape[-1], right.shape[-2] if right.ndim == 3 else 0)
-    aligned = all(width * left.element_size() % 16 == 0 for width in widths)
-    return aligned and left.dtype != torch.float64 and left.numel() > 0
-
-
-def row_slices(ends: Tensor) -> list[slice]:
-    stops = ends.tolist()
-    return [slice(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
-
-
-@grouped_linear.register_fake
-def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[1])
-
-
-@grouped_outer.register_fake
-def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
-
-
-def save_inputs(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def grouped_linear_backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    x, weight, ends = ctx.saved_tensors
-    # grouped_mm refuses the stride 0 of an expanded gradient.
-    grad = grad.contiguous()
-    return grouped_linear(grad, weight.transpose(1, 2), ends), grouped_outer(grad, x, ends), None
-
-
-def grouped_outer_backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    left, right, ends = ctx.saved_tensors
-    grad = grad.contiguous()
-    return grouped_linear(right, grad, ends), grouped_linear(left, grad.transpose(1, 2), ends), None
-
-
-grouped_linear.register_autograd(grouped_linear_backward, setup_context=save_inputs)
-grouped_outer.register_autograd(grouped_outer_backward, setup_context=save_inputs)
-
-
-@register_flop_formula([torch.ops.looptim.grouped_linear, torch.ops.looptim.grouped_outer])
-def grouped_flops(left_shape, right_shape, *args, **kwargs) -> int:
-    """Each row of the left operand meets one matrix of the right: 2 rows * (in * out) either way."""
-    rows, width = left_shape
-    other = right_shape[1]
-    return 2 * rows * width * other
