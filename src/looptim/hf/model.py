@@ -93,8 +93,7 @@ class LoopedModel(LoopedPreTrainedModel):
     ) -> LoopedModelOutput:
         """The normed output of the coda. `kwargs` reach the attention of every layer.
 
-        The auxiliary loss is computed where it may have a gradient, and with `output_router_logits`, the word of
-        transformers for it.
+        Without a gradient, the auxiliary loss comes with `output_router_logits`, as transformers calls it.
         """
         self._check_call(attention_mask)
         # Continuous batching brings its own cache.
@@ -128,13 +127,9 @@ class LoopedModel(LoopedPreTrainedModel):
             for slot in cast("list[AttentionSlot]", self.slots)
         ]
         observe = states.append if output_hidden_states else None
+        told = output_router_logits or torch.is_grad_enabled()
         h, stats = self.body.hidden(
-            h,
-            positions=position_ids,
-            attend=attend,
-            depth=self._depth,
-            stats=output_router_logits or torch.is_grad_enabled(),
-            observe=observe,
+            h, positions=position_ids, attend=attend, depth=self._depth, stats=told, observe=observe
         )
         return LoopedModelOutput(
             last_hidden_state=cast(Any, h),
