@@ -69,6 +69,45 @@ def test_the_whole_model_equals_a_straight_line_reference(case):
     torch.testing.assert_close(model(tokens()), expected, rtol=1e-9, atol=1e-9)
 
 
+def rms_normed(x, gain, eps):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (1 + gain)
+
+
+def through(model, h, blocks, *, visit=0):
+    """Some blocks of a model after each other, as it calls them."""
+    observed = []
+    visits = model._visits(Layout.of(model.config), h, None, None, None)
+    chosen = [next(each for each in visits if each.block == block and int(each.number) == visit) for block in blocks]
+    return model._run(h, visits=chosen, stats=observed, observe=None)
+
+
+@pytest.mark.parametrize("layout", ["2x3", "0-2x3-0"])
+def test_ouro_as_released_has_no_norm_after_that_in_its_loop(layout):
+    """logits = W y_R with y' = RMSNorm(Blocks(y)): a second norm would give logits that are off by several percent."""
+    model = scramble(LoopedLM(config(layout, "vanilla", {"loop_norm": True}, norm_eps=0.01), seed=0).double())
+    gain = model.loops[0].transitions[0].target.gain
+    y = model.embedding(tokens())
+    for step in range(3):
+        y = rms_normed(through(model, y, (0, 1), visit=step), gain, 0.01)
+    torch.testing.assert_close(model(tokens()), model.head(y), rtol=1e-9, atol=1e-9)
+    assert not any(name.startswith("norm.") for name in model.state_dict())
+    assert (model.head(rms_normed(y, gain, 0.01)) - model.head(y)).norm() > 0.05 * model.head(y).norm()
+
+
+def test_huginn_as_released_norms_what_its_loop_returns():
+    """coda(RMSNorm(y_R)), with the eps of the model."""
+    options = {"inject": "concat", "start": "prelude", "readout_norm": True}
+    model = scramble(LoopedLM(config("1-1x2-1", "huginn", options, norm_eps=0.01), seed=0).double())
+    loop = model.loops[0]
+    e = y = through(model, model.embedding(tokens()), (0,))
+    for step in range(2):
+        o = loop.transitions[0].projection(lo.Context(y.unsqueeze(-2), None, e))
+        y = through(model, o[0].read(y.unsqueeze(-2)) + o[1], (1,), visit=step)
+    h = through(model, rms_normed(y, loop.readout.gain, 0.01), (2,))
+    h = rms_normed(h, model.norm.gain, 0.01)
+    torch.testing.assert_close(model(tokens()), model.head(h), rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("preset", [name for name in lo.PRESETS if name != "none"])
 def test_every_preset_trains_every_parameter_and_sees_no_later_token(preset):
     model = scramble(LoopedLM(config(preset=preset), seed=0))

@@ -78,7 +78,8 @@ class LoopedBody(nn.Module):
             self.blocks.append(block)
             if place is not None:
                 place(block, index)
-        ends_normed = config.segments[-1].loops is not None and cast(Loop, self.loops[-1]).normed
+        last = [segment for segment in config.segments if segment.blocks][-1]
+        ends_normed = last.loops is not None and cast(Loop, self.loops[-1]).normed
         self.norm = nn.Identity() if ends_normed else RMSNorm(config.width, config.norm_eps)
         self._init_weights("embedding", self.embedding, seed)
         self.checkpointing = False
