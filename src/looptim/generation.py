@@ -50,10 +50,10 @@ def generate(
             streamer=_Streamer(tokenizer, stream) if stream else None,
             eos_token_id=tokenizer.eos,
             pad_token_id=tokenizer.eos,
-            # Logits over a smaller one would overflow.
+            # Logits divided by a smaller temperature would overflow.
             **(sampling if temperature > 1e-6 else {"do_sample": False}),
         )
-    # Decoded with the prompt: alone, tokenizers that keep a space at the head of a word would drop the first one.
+    # The answer is decoded with its prompt: alone, some tokenizers would drop the space before its first word.
     return tokenizer.decode(out[0].tolist())[len(tokenizer.decode(ids)) :]
 
 
@@ -69,14 +69,14 @@ def complete(
 ) -> list[str]:
     """Greedy continuations of many prompts, up to `stop`, left-padded in batches through the KV cache."""
     with _wrapped(model, loops) as wrapped:
-        # A token shift suffers no padding on the left.
+        # A token shift does not allow padding on the left, so its prompts go one by one.
         return _complete(wrapped, tokenizer, prompts, max_new_tokens, stop, 1 if wrapped.model.shifted else batch_size)
 
 
 def _complete(
     wrapped: Any, tokenizer: Tokenizer, prompts: Sequence[str], max_new_tokens: int, stop: str, batch_size: int
 ) -> list[str]:
-    # The end of a longer stop may come without the rest of it.
+    # Only a stop of one token can end generation: the last token of a longer one may come without the rest.
     last = tokenizer.encode(stop)
     ends = {tokenizer.eos, *(last if len(last) == 1 else [])}
     answers: list[str] = []
@@ -113,7 +113,7 @@ def _seeded(seed: int | None) -> Iterator[None]:
     if seed is None:
         yield
         return
-    # Seeding seeds every device.
+    # torch.manual_seed seeds every device, so each is forked.
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
         torch.manual_seed(seed)
         yield

@@ -58,7 +58,7 @@ def load_config(path: str | Path, set: Iterable[str] = ()) -> Config:
         if "base" in base:
             raise ValueError(f"{path}: its base has a base itself; only one level is allowed")
         values = _on_top(base, values)
-    # As one, so that their order does not matter: options are those of the preset that is set before or after them.
+    # Overrides are merged into one, so that options may be set before or after the preset they belong to.
     overrides: dict[str, Any] = {}
     for override in [set] if isinstance(set, str) else set:
         overrides = _merge(overrides, _loop_in_model(_parse_override(override)))

@@ -59,7 +59,7 @@ class Progress:
         if not self.show or (self.bar is None and not now and moment - self.shown < EVERY):
             return
         self.shown = moment
-        # The results of a batch come one by one after the time of all.
+        # The results of a batch arrive one by one, after the time of the whole batch.
         fresh = max(self.batch, self.done - self.before)
         if left is None and self.total and fresh:
             left = (self.total - self.done) * (moment - self.start) / min(fresh, self.total - self.before)

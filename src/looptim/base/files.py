@@ -135,7 +135,7 @@ def _alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        # It is somebody else's.
+        # The process exists and belongs to somebody else.
         pass
     return True
 

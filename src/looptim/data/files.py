@@ -67,7 +67,7 @@ def _text(path: Path) -> Iterator[Document]:
         count += 1
         first = first or piece
     if length:
-        # A file of one piece, as most are, is not read again.
+        # Most files are one piece, which need not be read again.
         pieces = (lambda: [first]) if count == 1 else partial(_pieces, path)
         yield Document(hash.digest(), length, pieces)
 

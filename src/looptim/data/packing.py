@@ -36,7 +36,7 @@ def open_data(config: DataConfig, *, vocab_size: int, seq_len: int, progress: bo
                 f"data.valid_source {config.valid_source!r} cannot go with {config.source!r}; leave it out"
             )
         task = find_task(config.source.removeprefix("synthetic:"))
-        # Digits must stay apart, and nothing is there to train a BPE on.
+        # A task has no text to train a BPE on, and its digits must stay apart.
         tokenizer = Tokenizer.bytes() if config.tokenizer == "bpe" else _given_tokenizer(config)
         _check_size(tokenizer, config, vocab_size)
         return SyntheticDataset(

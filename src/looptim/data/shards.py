@@ -68,6 +68,6 @@ def open_shard(path: Path) -> np.ndarray:
     if size != _HEADER + tokens * itemsize:
         raise ValueError(f"shard {path} is truncated: {size} bytes instead of {_HEADER + tokens * itemsize}; {way_out}")
     if not tokens:
-        # Nothing cannot be mapped.
+        # An empty file cannot be mapped into memory.
         return np.zeros(0, dtype=f"<u{itemsize}")
     return np.memmap(path, dtype=f"<u{itemsize}", mode="r", offset=_HEADER, shape=(tokens,))

@@ -55,7 +55,7 @@ class SyntheticDataset(Dataset):
     def windows(self, split: Split, seed: int, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         packed = np.full((len(samples), self.seq_len + 1), self.tokenizer.eos, dtype=np.int64)
         counts = np.zeros(packed.shape, dtype=bool)
-        # What fills a window up is a document of its own.
+        # The padding that fills a window up is a document of its own.
         documents = np.full(packed.shape, -1, dtype=np.int64)
         for row, sample in enumerate(samples):
             tokens, loss, examples = self._fill(split, seed, int(sample))

@@ -37,7 +37,7 @@ class Tokenizer:
         self.eos_token = eos or next((name for name in _KNOWN_EOS if model.token_to_id(name) is not None), EOS)
         model.add_special_tokens([AddedToken(self.eos_token, special=True, normalized=False)])
         self._text = model.to_str()
-        # In text, the spelling of a special token is text.
+        # A special token that is spelled out in a text is text.
         model.encode_special_tokens = True
         self._model = model
         vocabulary = model.get_vocab(with_added_tokens=True)
@@ -98,13 +98,13 @@ class Tokenizer:
             try:
                 eos = _configured_eos(Path(hf_hub_download(name, "tokenizer_config.json")))
             except EntryNotFoundError as error:
-                # It has none; that we are offline and have it not is another matter.
+                # The repository has no such file, unless we are offline and cannot know.
                 if isinstance(error, LocalEntryNotFoundError):
                     raise
                 eos = None
             return cls(model, eos=eos)
         except Exception as error:
-            # The same, and whatever the hub raises.
+            # The hub raises many kinds of errors for the same cause.
             reason = (str(error).strip().splitlines() or ["no answer"])[0].rstrip(".")
             raise ValueError(
                 f"tokenizer 'hf:{name}' cannot be loaded: {reason}; check its name and the network"

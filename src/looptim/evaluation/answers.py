@@ -23,7 +23,7 @@ class Answers:
         with evaluation.writing():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             kept = self._restore(settings) if self.path.is_file() else 0
-            # What is there is not written again: a full disk, or a kill, would take it.
+            # Answers on disk are not written again: a full disk or a kill in between would lose them.
             self.file = self.path.open("a", encoding="utf-8")
             self.file.truncate(kept)
         if not kept:
@@ -59,7 +59,7 @@ class Answers:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # What could not be written has been complained about before.
+        # An answer that could not be written has been reported before.
         with contextlib.suppress(OSError):
             self.file.close()
 

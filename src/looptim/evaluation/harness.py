@@ -32,7 +32,7 @@ from .sandbox import CodeEval
 from .suites import CODE, FOLDERS, SHOTS, refusal
 
 VERSION = importlib.metadata.version("lm_eval")
-# The decorator that registers it hides what it is.
+# The decorator that registers the function hides its type.
 _Stock: Any = HFLM
 
 SEEDS = {"random": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}
@@ -56,7 +56,7 @@ def quiet() -> Iterator[None]:
     datasets.disable_progress_bars()
     for name in CHATTY:
         logging.getLogger(name).setLevel(logging.ERROR)
-    # Bars that cannot be switched off, and a print.
+    # lm-eval shows bars that cannot be switched off, and prints.
     nowhere = _Nowhere()
     try:
         with contextlib.redirect_stderr(nowhere), contextlib.redirect_stdout(nowhere):
@@ -81,7 +81,7 @@ def load_tasks(names: Sequence[str], *, allow_code: bool) -> dict[str, Any]:
             hint = nearest(name, [*TASKS, *manager.all_tasks])
             raise ValueError(f"unknown task {name!r}{hint} neither looptim nor lm-eval {VERSION} has it")
     loaded, missing = {}, {}
-    # Code tasks last: they import their metric, which takes seconds, and in vain if something is missing.
+    # Code tasks are loaded last: importing their metric takes seconds, which are lost if another task is missing.
     for name in sorted(names, key=lambda name: name in CODE):
         try:
             if name in CODE:
@@ -109,7 +109,7 @@ def load_tasks(names: Sequence[str], *, allow_code: bool) -> dict[str, Any]:
 
 def _load(manager: TaskManager, name: str) -> Any:
     if name in CODE:
-        # As it is imported it sets up its log, which must not be to nowhere.
+        # lm-eval sets up its log when it is imported, so the streams must still be the real ones.
         importlib.import_module("evaluate")
     with quiet():
         return manager.load([name])
@@ -137,7 +137,7 @@ def num_fewshot(name: str, loaded: dict[str, Any]) -> int | None:
     numbers = set()
     for task in loaded["tasks"].values():
         own = task.get_config("num_fewshot")
-        # As lm-eval does: a task that says 0 means it.
+        # A task that says 0 shots means it; lm-eval does the same.
         wanted = own if own == 0 else SHOTS.get(name, own or 0)
         task.set_config(key="num_fewshot", value=wanted)
         task.set_fewshot_seed(seed=SEEDS["fewshot"])
@@ -167,7 +167,7 @@ def run(lm: Model, loaded: dict[str, Any], *, limit: int | None) -> Any:
     random.seed(SEEDS["random"])
     np.random.seed(SEEDS["numpy"])
     torch.manual_seed(SEEDS["torch"])
-    # Whether code may be run was asked before it was loaded.
+    # Consent to run code was asked for before the task was loaded.
     return evaluator.evaluate(lm=lm, task_dict=loaded, limit=limit, log_samples=True, confirm_run_unsafe_code=True)
 
 
@@ -237,7 +237,7 @@ class Model(_Stock):
         open_requests = [request for request, key in zip(requests, keys, strict=True) if key not in known]
         self.progress.expect(len(requests), len(requests) - len(open_requests))
         fresh = iter(ask(open_requests) if open_requests else [])
-        # Which were open is decided before asking: `known` grows while the model is asked.
+        # The open problems are fixed before the model is asked, since `known` grows meanwhile.
         asked = {id(request) for request in open_requests}
         restored = tuple if kind == "loglikelihood" else (lambda answer: answer)
         return [
@@ -247,7 +247,7 @@ class Model(_Stock):
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> Any:
         for request in requests:
-            # Those that are not known yet are counted as they are asked.
+            # Problems without an answer yet are counted when they are asked.
             if self.answers is not None and _key("loglikelihood", request.args) in self.answers.known:
                 context, continuation = request.args
                 pair = self._encode_pair(context, continuation) if context else ([0], self.tok_encode(continuation))
@@ -257,7 +257,7 @@ class Model(_Stock):
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> Any:
         def ask(some: list[Any]) -> list[Any]:
             answers = []
-            # A few documents at a time, since lm-eval answers none before it has read all.
+            # lm-eval answers nothing before it has read everything, so it is given a few documents at a time.
             for first in range(0, len(some), self.batch_size):
                 answers += super(Model, self).loglikelihood_rolling(some[first : first + self.batch_size], True)
             return answers
@@ -269,7 +269,7 @@ class Model(_Stock):
             self.rolling = False
 
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = True, override_bs: int | None = None) -> Any:
-        # Rolling windows are made to fit.
+        # lm-eval cuts rolling windows to the model's length itself.
         for _, context, continuation in () if self.rolling else requests:
             if len(continuation) > self.max_length:
                 raise ValueError(

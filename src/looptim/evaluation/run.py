@@ -116,7 +116,7 @@ def _check(path: Path, names: Sequence[str], *, limit: int | None, batch_size: i
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     if RunDir(path).latest() is None and not (path / "config.json").is_file():
-        # This raises the error that says what the folder lacks.
+        # Loading raises the error that says what the folder lacks.
         load(path)
     code = [name for name in names if name in CODE]
     if code and not allow_code:
@@ -238,7 +238,7 @@ def _settings(name: str, subject: Subject, limit: int | None, loaded: dict[str, 
             "lm_eval": harness.VERSION,
             "task_versions": {part: task.VERSION for part, task in loaded[name]["tasks"].items()},
         }
-    # As they are when they come back from the disk.
+    # The answers take the form they have when they come back from the disk.
     return json.loads(json.dumps(settings, default=str))
 
 
@@ -251,7 +251,7 @@ def _run_stock(lm: Model, name: str, loaded: Any, settings: dict[str, Any], file
     files.write(files.samples, _samples(answer["samples"]))
     numbers = {part: _numbers(result) for part, result in answer["results"].items()}
     return {
-        # Empty for a group that lm-eval has no mean for; its parts have theirs.
+        # A group for which lm-eval has no mean has no result of its own; its parts have theirs.
         "results": numbers.pop(name, {}),
         "parts": numbers,
         "samples": {part: number["effective"] for part, number in answer["n-samples"].items()},

@@ -49,7 +49,7 @@ class LoopedConfig(PreTrainedConfig):
     """
 
     model_type = "looptim"
-    # A list, to which Trainer adds another.
+    # This must be a list, since Trainer adds another to it.
     keys_to_ignore_at_inference = ["past_key_values", "aux_loss"]  # noqa: RUF012
 
     def __init__(self, layout: str = "18", *, loops: int | None = None, use_cache: bool = True, **kwargs: Any):
@@ -75,7 +75,7 @@ class LoopedConfig(PreTrainedConfig):
         """The config of the `LoopedLM` that holds the weights."""
         return ModelConfig(**{name: getattr(self, NAMES.get(name, name)) for name in ModelConfig.model_fields})
 
-    # Derived, never stored: what a config.json says of them would be wrong as soon as `loops` is given.
+    # These are derived and never stored: a config.json's values would be wrong as soon as `loops` is given.
 
     @property
     def layer_types(self) -> list[str]:

@@ -24,7 +24,7 @@ def export(run: str | Path, out: str | Path | None = None) -> Path:
     wrapped = wrap(model)
     data = folder.config().data
     if data.source.startswith("synthetic:"):
-        # So that the export can be asked the task the run was trained on.
+        # The task goes along, so that the exported model can be evaluated on what it was trained on.
         wrapped.config.task_specific_params = {data.source.removeprefix("synthetic:"): data.options}
     wrapped.generation_config.eos_token_id = tokenizer.eos
     try:

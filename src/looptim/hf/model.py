@@ -43,7 +43,7 @@ class LoopedModel(LoopedPreTrainedModel):
     def __init__(self, config: LoopedConfig, body: LoopedBody | None = None):
         super().__init__(config)
         body = LoopedBody(config.to_model_config()) if body is None else body
-        # As a child it would bring every weight a second time, under another name.
+        # As a child the body would bring every weight a second time, under another name.
         self.__dict__["_body"] = body
         for name, part in self._parts.items():
             setattr(self, name, getattr(body, part))
@@ -271,6 +271,6 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         with torch.device("meta"):
             head = Head(resized.in_features, vocab_size=resized.out_features, chunk=old_lm_head.chunk)
         head.weight = cast(nn.Parameter, resized.weight)
-        # Or a later post_init would take it for a weight that no checkpoint brought.
+        # Without the mark a later post_init would take it for a weight that no checkpoint brought.
         cast(Any, head.weight)._is_hf_initialized = True
         return head

@@ -206,7 +206,7 @@ class Gated(Projection):
         with full_precision(ctx.e):
             e = wide(ctx.e)
             gate = torch.sigmoid(F.linear(e, self.W_g.to(e.dtype)))
-        # Written out, since a compiler cannot trace the operator @ of our own classes.
+        # The composition is written out, since a compiler cannot trace the operator @ of our own classes.
         return Composed(Diagonal(gate), Dense(self.W_u)), None
 
 

@@ -49,7 +49,7 @@ class Rule(Part):
 
     def init(self, Y: Float[Tensor, "B T r d"]) -> Carry:
         """`eta_{-1} = 1` and no memory."""
-        # Tied to Y by a zero, so that the first step sees the same kind of tensor (gradient or not) as the later
+        # eta is tied to Y by a zero, so that the first step sees the same kind of tensor (gradient or not) as later
         # ones: one compilation then serves all steps.
         return Carry(eta=1 + 0 * wide(Y[..., :1, :1]), lam=0.0, memory=None)
 

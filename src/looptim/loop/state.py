@@ -31,7 +31,7 @@ class Copies(Part):
         self.symbol = "e" if streams == 1 else f"{streams} copies of e"
 
     def forward(self, e: Float[Tensor, "B T d"]) -> Float[Tensor, "B T r d"]:
-        # Contiguous rather than expanded, so that every step sees the same strides and one compilation serves all.
+        # The copies are made contiguous, so that every step sees the same strides and one compilation serves all.
         return e.unsqueeze(-2).expand(-1, -1, self.streams, -1).contiguous()
 
 
@@ -62,7 +62,7 @@ class Noise(Part):
     def forward(self, e: Float[Tensor, "B T d"]) -> Float[Tensor, "B T 1 d"]:
         # bf16 has too few numbers between 0 and 1 to draw from.
         y = self.std * _truncated_normal(torch.rand_like(wide(e))) if self.training else self.fixed
-        # Tied to e by a zero, so that the first step sees the same kind of tensor as the later ones.
+        # The start is tied to e by a zero, so that the first step sees the same kind of tensor as later ones.
         return (y.to(e) + 0 * e).unsqueeze(-2)
 
 

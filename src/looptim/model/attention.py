@@ -124,7 +124,7 @@ def flex_masked_attention(
     """The same through FlexAttention, which has a backward on a GPU only."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    # A compiler traces through caches: it gets the functions themselves.
+    # A compiler traces through caches, so it is given the functions themselves.
     compiling = torch.compiler.is_compiling()
     attend = flex_attention if compiling else compiled_flex_attention()
     if compiling or starts is not None:

@@ -56,7 +56,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, h: Tensor, weight: Tensor, targets: Tensor, chunk: int, grads: bool) -> Tensor:
         dtype = torch.promote_types(h.dtype, torch.float32)
         W = weight.to(dtype)
-        # Which says what could have a gradient, also where nothing will.
+        # `needs_input_grad` says what could have a gradient, even where gradients are switched off.
         wants_h, wants_W = (grads and needed for needed in ctx.needs_input_grad[:2])
         grad_h = torch.empty_like(h) if wants_h else None
         grad_W = torch.zeros_like(W) if wants_W else None
@@ -65,7 +65,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             part = slice(int(rows[0]), int(rows[-1]) + 1)
             x, y = h[part].to(dtype), targets[part]
             counts = (y != IGNORE).unsqueeze(-1)
-            # Only what is ignored: another wrong target must fail in gather, not count as token 0.
+            # Only ignored targets become token 0: any other wrong target must fail in gather.
             y = y.masked_fill(y == IGNORE, 0).unsqueeze(-1)
             s = x @ W.T
             normalizer = s.logsumexp(-1, keepdim=True)
@@ -81,7 +81,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        # With create_graph: the gradients that were kept are constants, whose own derivative would be a silent zero.
+        # The kept gradients are constants: under create_graph their own derivative would be a silent zero.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("this loss has no second derivative; use F.cross_entropy on the logits of the head")
         grad_h, grad_W = (None if g is None else g * grads[0].to(g.dtype) for g in ctx.saved_tensors)

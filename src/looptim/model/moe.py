@@ -92,7 +92,7 @@ class Experts(nn.Module):
 
     def __init__(self, width: int, *, experts: int, hidden: int) -> None:
         super().__init__()
-        # They are sorted by 16-bit keys.
+        # Experts are sorted by 16-bit keys.
         if experts >= 2**15:
             raise ValueError(f"experts must be fewer than {2**15}, got {experts}.")
         self.gate = nn.Parameter(torch.empty(experts, hidden, width).normal_(std=INIT_STD))
@@ -195,7 +195,7 @@ class MoE(nn.Module):
             return y, None
         counts = expert_counts(routing.indices.view(batch, -1), self.router.num_experts)
         aux_loss = sequence_balance_loss(routing.scores.view(batch, length, -1), counts)
-        # Returned, not accumulated: recomputing this call under activation checkpointing must not count it again.
+        # The loads are returned, not accumulated: activation checkpointing runs this call twice and must count it once.
         return y, MoEStats(counts, aux_loss)
 
 
@@ -240,5 +240,5 @@ def balance_update(
     >>> balance_update(torch.zeros(1, 3), torch.tensor([9, 3, 0]), rate=0.5)
     tensor([[-0.5000,  0.5000,  0.5000]])
     """
-    # Scaled by the number of experts the comparison with the mean is exact in integers.
+    # Both sides are scaled by the number of experts, so that the comparison with the mean is exact in integers.
     return bias + rate * torch.sign(load.sum(-1, keepdim=True) - load.shape[-1] * load)

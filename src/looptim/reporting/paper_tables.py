@@ -60,7 +60,7 @@ def read_columns(folder: str | Path, name: str | None = None) -> list[Column]:
     folder = Path(folder)
     found: dict[int, list[dict[str, Any]]] = {}
     newest: dict[str, Any] = {}
-    # The newest comes last: its weights are those of the column.
+    # The newest evaluation comes last: the column is about the weights it saw.
     for loops, newest in RunDir(folder).evaluations():
         found.setdefault(loops or 0, []).append(newest)
     name = name or folder.resolve().name
@@ -87,13 +87,13 @@ def _column(name: str, found: Sequence[dict[str, Any]]) -> Column:
     for task, record in records.items():
         if task not in {row.task for row in ROWS}:
             table |= _other_scores(task, record["results"])
-    # As when a run was trained further in between.
+    # A run may have been trained further between two evaluations, whose results are then of different weights.
     earlier = dict.fromkeys(record["task"] for record in found if record["task"] not in records)
     notes = [f"{name}: left out, of other weights than the newest result: {', '.join(earlier)}"] if earlier else []
     limited: dict[int, list[str]] = {}
     for task, record in records.items():
         limit = record["settings"]["limit"]
-        # Of a task of ours there are as many problems as one likes.
+        # A task of ours has no end, so that a limit of the usual number of problems is none.
         if limit is not None and (task not in TASKS or limit < COUNT):
             limited.setdefault(limit, []).append(task)
     notes += [f"{name}: only the first {limit} problems of {', '.join(tasks)}" for limit, tasks in limited.items()]
@@ -134,7 +134,7 @@ def split_scales(columns: Sequence[Column]) -> list[Scale]:
     first = next((index for index, column in enumerate(columns) if not column.looped), None)
     if first is None:
         return [Scale(None, list(columns))]
-    # A single baseline may be named anywhere.
+    # The first baseline is taken to the front: where there is one only, it may be given at any place.
     ordered = [columns[first], *columns[:first], *columns[first + 1 :]]
     scales: list[Scale] = []
     for column in ordered:

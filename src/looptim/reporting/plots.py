@@ -173,7 +173,7 @@ def _overlay(runs: Sequence[Run], quantity: Quantity) -> Picture | None:
     for index, ((tokens, values), style) in enumerate(zip(columns, _styles(runs), strict=True)):
         if quantity.key == "grad_norm":
             axes.plot(tokens, values, color=style["color"], **PALE)
-            # The geometric mean, which one spike does not lift.
+            # The mean is geometric, so that one spike does not lift it.
             with np.errstate(divide="ignore"):
                 axes.plot(tokens, np.exp(smooth(np.log(values))), color=style["color"], linestyle=style["linestyle"])
         else:
@@ -283,7 +283,7 @@ def render(make: Callable[[], list[Picture]]) -> tuple[list[Picture], dict[str, 
 def _files(picture: Picture) -> dict[str, bytes]:
     png, svg = io.BytesIO(), io.BytesIO()
     picture.figure.savefig(png, format="png", dpi=150)
-    # The layout is settled; a second time costs as much as the drawing.
+    # The layout is settled by now, and settling it again would cost as much as the drawing.
     picture.figure.set_layout_engine("none")
     picture.figure.savefig(svg, format="svg", metadata={"Date": None})
     files = {f"{picture.name}.png": png.getvalue()}

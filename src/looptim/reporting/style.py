@@ -21,7 +21,7 @@ RC: Any = {
     "axes.axisbelow": True,
     "legend.frameon": False,
     "lines.linewidth": 1.6,
-    # The same figure is the same bytes.
+    # A fixed salt makes the same figure the same bytes.
     "svg.hashsalt": "looptim",
 }
 

@@ -25,7 +25,7 @@ def pack(plan: Plan, runs: Path, archive: Path) -> bytes:
     packed = _read(archive)
     for cell in plan.cells:
         if is_settled(cell, runs):
-            # What was packed of it before goes: it may have been trained again, to another end.
+            # Older files of the run go: it may have been trained again since they were packed.
             packed = {name: data for name, data in packed.items() if not name.startswith(f"{cell.name}/")}
             there = [file for file in files_of(cell, runs) if file.is_file()]
             packed |= {file.relative_to(runs).as_posix(): _content(file) for file in there}

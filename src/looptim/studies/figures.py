@@ -34,7 +34,7 @@ def draw(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison]) -
     reference = next((outcome for outcome in done if outcome.variant == plan.study.reference), None)
     if not done:
         return []
-    # Of all variants, so that none changes its looks when another is done.
+    # Looks are given to all variants at once, so that none changes when another is done.
     variants = plan.study.variants
     styles = dict(zip(variants, styles_of([variant.preset for variant in variants.values()]), strict=True))
     drawn = [
@@ -114,7 +114,7 @@ def _difference(compared: Sequence[Comparison], reference: str, styles: Styles) 
         axes.axvline(0, color=styles[reference]["color"], linewidth=1.2)
         for row, (name, value) in enumerate(values.items()):
             style = styles[name]
-            # Beside the interval, which would cover them.
+            # Single seeds are drawn beside the interval, which would cover them.
             beside = [row + 0.22] * len(value.values)
             axes.scatter(value.values, beside, s=12, color=style["color"], alpha=0.45, linewidths=0)
             axes.errorbar(
@@ -153,7 +153,7 @@ def _loops(plan: Plan, done: Sequence[Outcome]) -> Picture | None:
     styles = styles_of(list(presets.values()))
     for axes, measure in zip(grid, measures, strict=True):
         for index, (points, style) in enumerate(zip(lines.values(), styles, strict=True)):
-            # Side by side, since the intervals of one depth often overlap.
+            # Variants stand side by side, since the intervals of one depth often overlap.
             aside = 0.06 * (index - (len(lines) - 1) / 2)
             ordered = sorted(points, key=lambda point: point[0])
             values = [(loops + aside, estimate(list(measure.of(outcome).values()))) for loops, outcome in ordered]
@@ -203,7 +203,7 @@ def _state_norm(done: Sequence[Outcome], styles: Styles) -> Picture | None:
         style = styles[outcome.variant]
         for axes, line in zip(grid, (0, -1), strict=True):
             place = 0
-            # Looped segments follow each other, a line each.
+            # Every looped segment has a line of its own, one after the other.
             for runs in zip(*(growth(run) for run in outcome.runs.values()), strict=True):
                 norms = np.stack([run[line] for run in runs])
                 seen.append(norms.ravel())

@@ -96,7 +96,7 @@ def run_grid(plan: Plan, runs: Path, *, jobs: int, progress: bool) -> None:
             "a worker was killed, perhaps for want of memory; the same command continues, fewer --jobs need less"
         ) from None
     except BaseException:
-        # Ctrl-C, or a run that failed: what is being trained beside it then leaves a checkpoint.
+        # After Ctrl-C or a failed run, the runs that are being trained beside it leave a checkpoint.
         stop.set()
         raise
     finally:
@@ -149,14 +149,14 @@ def _start_worker(parent: int, threads: int, stop: Event) -> None:
 def _run(cell: Cell, runs: Path) -> None:
     """Train one run, and ask it its task. A HeldError if another study is at it."""
     if is_settled(cell, runs):
-        # By another study that shares it, since this one looked.
+        # Another study that shares the run may have finished it since this one looked.
         return
     run = RunDir(runs / cell.name)
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if _stop.is_set():
             raise KeyboardInterrupt
-        # Asked before the data is opened, since a run that is held is asked for again and again.
+        # The lock is asked for before the data is opened, since a held run is asked for again and again.
         with run.claim():
             pass
         train(cell.config, run.path, resume=True, progress=False)
@@ -171,7 +171,7 @@ def _run(cell: Cell, runs: Path) -> None:
         raise
     except KeyboardInterrupt:
         if not _stop.is_set():
-            # Not the study but the pool wants this, which is broken and waits for its workers to end.
+            # A broken pool waits for its workers to end; it does not need what this one would still do.
             os._exit(130)
         raise
     finally:

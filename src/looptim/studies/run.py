@@ -58,7 +58,7 @@ def study(
         try:
             run_grid(plan, folder, jobs=jobs, progress=progress)
         except KeyboardInterrupt:
-            # What is there is worth seeing; the tables say what is missing.
+            # The runs so far are worth seeing, and the tables say what is missing.
             write(plan, outcomes(plan, folder), folder, out)
             raise
         return write(plan, outcomes(plan, folder), folder, out)
@@ -87,7 +87,7 @@ def _check_folder(out: Path, plan: Plan) -> None:
         keys += [key for key in ("vary", "held") if before.get(key) != now.get(key)]
         changed = [f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in keys]
         for name in now["variants"].keys() & before["variants"].keys():
-            # As configs: a key that looptim has gained since then has its default in both.
+            # Both are compared as configs: a key that looptim has gained since then has its default in both.
             both = (Config(**each["variants"][name]) for each in (before, now))
             changed += [f"variant {name}: {text}" for text in difference(*both)]
     except (ValueError, KeyError, TypeError, AttributeError):

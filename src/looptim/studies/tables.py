@@ -99,7 +99,7 @@ def _marked(cells: Sequence[Cell]) -> list[Cell]:
 
 def _notes(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison]) -> list[str]:
     study, config = plan.study, plan.config(plan.study.reference)
-    # Of a file its name: a table is shown to others, whose folders are not ours.
+    # A file goes by its name alone: a table is shown to others, whose folders are not ours.
     named = config.data.source.startswith(("hf:", "synthetic:"))
     text = config.data.source if named else Path(config.data.source).name
     notes = [

@@ -38,7 +38,7 @@ def _amx_works() -> bool:
     if answer.is_file():
         return answer.read_text() == "works"
     status = subprocess.run([sys.executable, "-c", PROBE], capture_output=True).returncode
-    # AMX that is not granted ends in a signal; another failure, want of memory say, tells nothing about it.
+    # AMX that is not granted ends in a signal; any other failure, such as want of memory, says nothing about AMX.
     if status <= 0:
         # A read-only home costs a probe per run, no more.
         with contextlib.suppress(OSError):

@@ -90,7 +90,7 @@ def start() -> World:
     if size == 1:
         return World(0, 1, torch.device("cuda" if cuda else "cpu"))
     if cuda:
-        # Other launchers than torchrun may not say it.
+        # Launchers other than torchrun may not set LOCAL_RANK.
         gpus = torch.cuda.device_count()
         local = int(os.environ.get("LOCAL_RANK", int(os.environ.get("RANK", "0")) % gpus))
         if local >= gpus:
@@ -98,7 +98,7 @@ def start() -> World:
         torch.cuda.set_device(local)
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     if not dist.is_initialized():
-        # Kept until the process ends, for the next training: one that is made anew would find the keys of the last.
+        # The group is kept for the next training of this process: a new one would find the old one's keys in the store.
         dist.init_process_group("nccl" if cuda else "gloo")
         atexit.register(_leave)
     return World(dist.get_rank(), dist.get_world_size(), device, _waiting_group())

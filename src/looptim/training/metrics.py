@@ -37,7 +37,7 @@ class RunLog:
         if self.world.first:
             self.peak = gemm_peak(self.world.device, self.config.train.dtype) * self.world.size
             self.run.metrics.keep(until=self.first_step)
-            # Last of what may fail: a tracker that is open wants to be closed.
+            # Trackers are opened after all else that may fail, since an open tracker must be closed.
             self.sinks = open_sinks(self.config.train.track, self.run, config=self.config.model_dump())
             self.progress.__enter__()
         self.clock = time.perf_counter()

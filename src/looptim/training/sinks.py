@@ -82,7 +82,7 @@ class Trackio:
     def __init__(self, module: Any, run: RunDir, config: dict[str, Any]):
         self._module = module
         name = f"{run.path.resolve().name}-{_tracking_id(run)}"
-        # It talks on stdout, which belongs to the command's own answer.
+        # trackio prints to stdout, which belongs to the command's own answer.
         with contextlib.redirect_stdout(sys.stderr):
             self._run: Any = module.init(
                 project=PROJECT, name=name, config=config, resume="allow", auto_log_cpu=False, auto_log_gpu=False
@@ -128,7 +128,7 @@ class TensorBoard:
 
     def __init__(self, module: Any, run: RunDir, config: dict[str, Any]):
         self._writer: Any = module.SummaryWriter(log_dir=str(run.tensorboard))
-        # Indented by four, which tensorboard's Markdown shows as code.
+        # tensorboard's Markdown shows text that is indented by four spaces as code.
         self._writer.add_text("config", "\n".join(f"    {name} = {value!r}" for name, value in config.items()))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -58,13 +58,13 @@ def train(config: Config, out: str | Path, *, resume: bool = False, force: bool 
 
         def claim() -> None:
             held.enter_context(folder.claim())
-            # Again: while the data was packed, another process may have come and gone.
+            # The folder is checked again: while the data was packed, another process may have come and gone.
             folder.check(config, resume=resume, force=force)
 
         world.first_does(claim)
         first_step = _restore(run) if resume else 0
         with RunLog(folder, config, world, first_step=first_step, progress=progress) as log:
-            # Of a run that is done, who made it stays on record.
+            # A run that is done keeps the record of the environment that made it.
             if world.first and first_step < config.train.steps:
                 folder.record(config, _environment(run), data.tokenizer)
             try:
@@ -159,7 +159,7 @@ def _restore(run: TrainingState) -> int:
         return 0
     decays = [group["weight_decay"] for group in run.optimizer.param_groups]
     record = checkpoint.load(path, run.model, run.optimizer, run.world)
-    # The config's, which may have been changed by --force; the rate is set at every update.
+    # The decays are the config's, which --force may have changed; the rate is set at every update.
     for group, decay in zip(run.optimizer.param_groups, decays, strict=True):
         group["weight_decay"] = decay
     if text_of(record["data"]) != text_of(run.data.fingerprint):
@@ -174,7 +174,7 @@ def _loop(run: TrainingState, log: RunLog, first_step: int) -> None:
     flops = _flops(run)
     with StopRequest() as stop:
         if first_step == 0:
-            # What the loops do before anything is learned.
+            # The first validation shows what the loops do before anything is learned.
             log.validation(0, validate(run), 0)
         for step in range(first_step, settings.steps):
             log.update(step, update(run, step), run.tokens_per_step, flops)

@@ -73,7 +73,7 @@ class MuonAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            # Also of those without a gradient yet: a checkpoint then has what a later one of this model has.
+            # Parameters without a gradient get a state too, so that every checkpoint of a model has the same tensors.
             for p in group["params"]:
                 self._begin(p, group)
             parameters = [p for p in group["params"] if p.grad is not None]
@@ -158,7 +158,7 @@ def orthogonalize(updates: Sequence[Tensor], *, like: Tensor, steps: int) -> Seq
         stride=torch.empty(shape, device="meta").stride(),
     )
     in_parts = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in like.placements]
-    # From rows of all matrices to all rows of some: each rank then works on matrices of its own, whole ones.
+    # An all-to-all turns some rows of all matrices into all rows of some: each rank then works on whole matrices.
     whole = wrap(stacked, placements=in_parts).redistribute(
         placements=[Shard(0) if isinstance(p, Shard) else p for p in in_parts]
     )
