@@ -194,7 +194,7 @@ class LoopedBody(nn.Module):
             block = cast(Block, self.blocks[visit.block])
             arguments = (h, visit.attend, visit.rope, visit.number, told is not None)
             h, seen = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
-            # A visit is counted and seen here, outside of what is recomputed, so that it is once.
+            # A visit is counted and observed here, outside of what is recomputed, so that it counts once.
             if seen is not None and told is not None:
                 told.append((visit.block, seen))
             if observe is not None:
