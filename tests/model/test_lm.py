@@ -1,5 +1,7 @@
 """LoopedLM against an independently written reference, and the contracts of a model."""
 
+import functools
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -10,7 +12,9 @@ import looptim as lo
 from looptim.config import ModelConfig
 from looptim.loop.depth import Fixed, PerSequence
 from looptim.model import Layout, balance_update
+from looptim.model.attention import causal_attention
 from looptim.model.lm import LoopedLM
+from looptim.model.rope import rope_table
 
 SIZES = {
     "width": 32,
@@ -74,11 +78,13 @@ def rms_normed(x, gain, eps):
 
 
 def through(model, h, blocks, *, visit=0):
-    """Some blocks of a model after each other, as it calls them."""
-    observed = []
-    visits = model._visits(Layout.of(model.config), h, None, None, None)
-    chosen = [next(each for each in visits if each.block == block and int(each.number) == visit) for block in blocks]
-    return model._run(h, visits=chosen, stats=observed, observe=None)
+    """Some blocks of a model after each other."""
+    layers, positions = Layout.of(model.config).blocks, torch.arange(h.shape[1])
+    for block in blocks:
+        kind = layers[block].attention
+        rope = rope_table(positions, kind.rotary_width, kind.theta, dtype=h.dtype)
+        h, *_ = model.blocks[block](h, functools.partial(causal_attention, window=kind.window), rope, visit)
+    return h
 
 
 @pytest.mark.parametrize("layout", ["2x3", "0-2x3-0"])
