@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .evaluation.run import evaluate  # noqa: F401
     from .generation import generate  # noqa: F401
     from .hf.export import export  # noqa: F401
+    from .hf.loop_model import loop_model  # noqa: F401
     from .loading import load  # noqa: F401
     from .loop import *  # noqa: F403
     from .loop.table import zoo  # noqa: F401
@@ -43,6 +44,7 @@ _HOMES = {
     "generate": "generation",
     "load": "loading",
     "look": "reporting.look",
+    "loop_model": "hf.loop_model",
     "report": "reporting.report",
     "study": "studies.run",
     "train": "training.train",

@@ -230,6 +230,24 @@ def export(
 
 
 @app.command()
+def loop(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A decoder as transformers saves it.")],
+    layout: Annotated[str, typer.Option(help="Which layers are looped, such as 10-4x2-16 of 30.")],
+    out: Annotated[str, typer.Option(metavar="DIR", help="Where the looped model and its tokenizer go.")],
+    preset: Annotated[str, typer.Option(help="The transition, as `looptim zoo` lists them.")] = "operloop",
+    set: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option of the preset; may be repeated.")
+    ] = None,
+) -> None:
+    """Put a transition around some layers of a model that transformers loads, without training."""
+    from looptim.hf.loop_model import loop_folder
+    from looptim.recipe import parse_override
+
+    options = {key: value for text in set or () for key, value in parse_override(text).items()}
+    print(loop_folder(folder, out, layout=layout, preset=preset, options=options))
+
+
+@app.command()
 def evaluate(
     run: Run,
     suite: Annotated[

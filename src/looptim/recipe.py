@@ -61,7 +61,7 @@ def load_config(path: str | Path, set: Iterable[str] = ()) -> Config:
     # Overrides are merged into one, so that options may be set before or after the preset they belong to.
     overrides: dict[str, Any] = {}
     for override in [set] if isinstance(set, str) else set:
-        overrides = _merge(overrides, _loop_in_model(_parse_override(override)))
+        overrides = _merge(overrides, _loop_in_model(parse_override(override)))
     values = _on_top(values, overrides)
     try:
         return Config(**values)
@@ -110,7 +110,7 @@ def _merge(base: Any, over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _parse_override(text: str) -> dict[str, Any]:
+def parse_override(text: str) -> dict[str, Any]:
     """`a.b=c` as nested tables; the value is TOML where it parses, else a string."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():

@@ -6,11 +6,20 @@ Importing it registers the Auto classes. Only this package imports transformers.
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .config import LoopedConfig
+from .decoder import LoopedDecoder, LoopedDecoderConfig
 from .model import LoopedForCausalLM, LoopedModel
 from .slots import AttentionSlot
 
-__all__ = ["AttentionSlot", "LoopedConfig", "LoopedForCausalLM", "LoopedModel"]
+__all__ = [
+    "AttentionSlot",
+    "LoopedConfig",
+    "LoopedDecoder",
+    "LoopedDecoderConfig",
+    "LoopedForCausalLM",
+    "LoopedModel",
+]
 
+AutoConfig.register(LoopedDecoderConfig.model_type, LoopedDecoderConfig)
 AutoConfig.register(LoopedConfig.model_type, LoopedConfig)
 AutoModel.register(LoopedConfig, LoopedModel)
 AutoModelForCausalLM.register(LoopedConfig, LoopedForCausalLM)

@@ -1,0 +1,125 @@
+"""Loops around the layers of a decoder that somebody else wrote and trained."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import PreTrainedModel
+
+from ..base.files import check_writable, whole_folder
+from ..config import Segment, parse_layout
+from ..loading import no_progress_bar
+from .decoder import LoopedDecoder, LoopedDecoderConfig, causal_class, find_layers, install
+from .model import LoopedPreTrainedModel
+from .unrolled import has_place
+
+ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Kinds of layers that have nothing from one token to the next but keys and values."""
+
+
+def loop_model(model: PreTrainedModel, layout: str, preset: str = "operloop", **options: Any) -> PreTrainedModel:
+    """The decoder `model` of transformers with some of its layers looped: a new model that shares all its weights.
+
+    `layout` says which layers, in the paper's notation: `"10-4x2-16"` runs layers 10 to 13 of 30 twice. `preset` and
+    `options` are those of `build`. The code of the architecture stays as it is; only the list of its layers is
+    exchanged. The transition's weights are drawn from torch's global generator.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 64}
+    >>> base = LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, **sizes))
+    >>> loop_model(base, "1-2x3-1", "operloop").config.num_hidden_layers
+    8
+    """
+    segments = _check(model, layout, preset)
+    _check_ties(model, segments)
+    config = LoopedDecoderConfig.of(model.config, layout=layout, preset=preset, options=options)
+    # A copy of every module, so that the base stays what it is, around the very same tensors.
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    looped = copy.deepcopy(model, tensors)
+    looped.__class__ = causal_class(config)
+    install(looped, config)
+    return looped
+
+
+def loop_folder(
+    folder: str | Path,
+    out: str | Path,
+    *,
+    layout: str,
+    preset: str = "operloop",
+    options: Mapping[str, Any] | None = None,
+) -> Path:
+    """Loop the decoder that lies in a folder, and write it, with its tokenizer, to the folder `out`."""
+    folder, out = Path(folder), Path(out)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is no model of transformers, it has no config.json; give the folder of one")
+    if out.exists():
+        raise ValueError(f"{out} exists; give a folder that is not there yet")
+    check_writable(out)
+    with no_progress_bar():
+        base = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+        looped = loop_model(base, layout, preset, **options or {})
+        with whole_folder(out) as aside:
+            looped.save_pretrained(aside)
+            if (folder / "tokenizer_config.json").is_file():
+                AutoTokenizer.from_pretrained(folder, local_files_only=True).save_pretrained(aside)
+    return out
+
+
+def _check(model: PreTrainedModel, layout: str, preset: str) -> tuple[Segment, ...]:
+    """The layout, parsed; a ValueError that says why where a model cannot be looped by it."""
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"loop_model takes a model of transformers, got {type(model).__name__}")
+    name = type(model).__name__
+    if isinstance(model, LoopedDecoder | LoopedPreTrainedModel):
+        raise ValueError(f"{name} is looped already; loop the model it came from")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{name} has an encoder and a decoder, and only decoders can be looped")
+    if model.config.sub_configs:
+        raise ValueError(f"{name} has parts beside its decoder; loop the causal language model inside of it")
+    if model.base_model is model or not model.can_generate():
+        raise ValueError(f"{name} has no head; load it with AutoModelForCausalLM")
+    kinds = set(getattr(model.config, "layer_types", None) or []) - ATTENTION_TYPES
+    if model._is_stateful or kinds:
+        what = ", ".join(sorted(kinds)) or "a state"
+        raise ValueError(f"{name} has recurrent layers ({what}), whose state a second visit would overwrite")
+    if getattr(model.config, "num_kv_shared_layers", None):
+        raise ValueError(f"{name} has layers that attend to the keys of others, and no loop can run these apart")
+    segments = parse_layout(layout)
+    if all(segment.loops is None for segment in segments) or preset == "none":
+        raise ValueError(f"layout {layout!r} with preset {preset!r} loops nothing; loop some layers, as in '4-2x3-4'")
+    layers, given = _layers(model), sum(segment.blocks for segment in segments)
+    if given != len(layers):
+        raise ValueError(f"layout {layout!r} has {given} layers, but {name} has {len(layers)}; the numbers must add up")
+    for index, layer in enumerate(layers):
+        if not any(has_place(part) for part in layer.modules()):
+            raise ValueError(
+                f"layer {index} of {name} has no layer_idx, its place in the KV cache; it cannot be looped"
+            )
+    return segments
+
+
+def _check_ties(model: PreTrainedModel, segments: tuple[Segment, ...]) -> None:
+    """A ValueError where layers share weights and a loop would run only some of them."""
+    layers, first = _layers(model), 0
+    for blocks, loops in segments:
+        window = range(first, first + blocks)
+        first += blocks
+        inside = {id(weight): index for index in window for weight in layers[index].parameters()}
+        for index, layer in enumerate(layers):
+            tied = next((inside[id(weight)] for weight in layer.parameters() if id(weight) in inside), None)
+            if loops is not None and index not in window and tied is not None:
+                raise ValueError(
+                    f"layers {tied} and {index} of {type(model).__name__} are tied, and the loop over {window.start} "
+                    f"to {window.stop - 1} would cut them apart; loop both, or neither"
+                )
+
+
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    body, name = find_layers(model)
+    return list(body.get_submodule(name).children())
