@@ -65,8 +65,10 @@ class LoopedDecoderConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """A config of the class that the dict names."""
-        kind = _config_class(CONFIG_MAPPING[config_dict["base_model_type"]])
-        return super(LoopedDecoderConfig, cast(Any, kind)).from_dict(config_dict, **kwargs)
+        kind: Any = _config_class(CONFIG_MAPPING[config_dict["base_model_type"]])
+        if cls is not kind:
+            return kind.from_dict(config_dict, **kwargs)
+        return super().from_dict(config_dict, **kwargs)
 
     def to_distinct(self) -> PreTrainedConfig:
         """The config of the decoder without its loops."""
