@@ -11,28 +11,10 @@ SHARED = {"preset": "operloop", "options": {"shared": True}}
 
 def tiny_config(preset="operloop", **changes) -> ModelConfig:
     """Sliding and full layers, dense and MoE blocks, and a window that is soon left behind."""
-    values = {
-        "layout": "4" if preset == "none" else "1-2x3-1",
-        "width": 32,
-        "vocab_size": 64,
-        "max_length": 64,
-        "pattern": "SF",
-        "heads": 4,
-        "kv_heads": 2,
-        "head_dim": 8,
-        "window": 5,
-        "sliding_rotary": 8,
-        "full_rotary": 4,
-        "dense_layers": 1,
-        "dense_hidden": 48,
-        "experts": 4,
-        "top_k": 2,
-        "expert_hidden": 16,
-        "shared_hidden": 16,
-        "init_std": 0.1,
-        "loop": {"preset": preset},
-    }
-    return ModelConfig(**values | changes)
+    values = {"layout": "4" if preset == "none" else "1-2x3-1", "loop": {"preset": preset}, "vocab_size": 64}
+    values |= {"max_length": 64, "tied": False, "heads": 4, "kv_heads": 2, "head_dim": 8, "window": 5}
+    values |= {"sliding_rotary": 8, "full_rotary": 4, "dense_hidden": 48, "init_std": 0.1}
+    return ModelConfig.tiny(**values | changes)
 
 
 def looped(preset="operloop", **changes) -> LoopedLM:

@@ -271,6 +271,7 @@ def evaluate(
 ) -> None:
     """Run the paper's benchmarks; each task is written as it finishes, and a rerun skips what is done."""
     import looptim
+    from looptim.rundir import RunDir
 
     names = None if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()]
     answer = looptim.evaluate(
@@ -298,7 +299,7 @@ def evaluate(
     if means:
         print(", ".join(f"{name} {value:.2f}" for name, value in means.items()))
     # A report is made of a run directory and finds results in its eval/ only.
-    tables = out is None and os.path.isfile(os.path.join(run, "metrics.jsonl"))
+    tables = out is None and RunDir(run).metrics.path.is_file()
     print(f"{answer['folder']}: written" + (f"; `looptim report {run}` makes the paper's tables" if tables else ""))
 
 

@@ -10,13 +10,12 @@ from looptim.model.attention import visible
 from looptim.model.count import mean_keys, training_flops, transition_flops
 from looptim.model.lm import LoopedLM
 
-SMALL = {"width": 64, "vocab_size": 100, "heads": 4, "kv_heads": 2, "head_dim": 16, "window": 8, "sliding_rotary": 16}
-SMALL |= {"full_rotary": 8, "dense_hidden": 96, "experts": 8, "top_k": 2, "expert_hidden": 32, "shared_hidden": 32}
+SMALL = {"width": 64, "vocab_size": 100, "heads": 4, "kv_heads": 2, "dense_layers": 2, "experts": 8}
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_components_add_up_to_the_models_parameters(tied):
-    config = ModelConfig(layout="2-2x3-1", tied=tied, loop={"preset": "operloop"}, **SMALL)
+    config = ModelConfig.tiny(layout="2-2x3-1", tied=tied, **SMALL)
     counted = lo.count(config)
     assert sum(counted.parameters.values()) == sum(p.numel() for p in LoopedLM(config, seed=0).parameters())
     assert counted.parameters["head"] == (0 if tied else 6400)
@@ -31,7 +30,7 @@ def test_mean_keys_by_counting(length, window):
 
 
 def test_cache_bytes():
-    counted = lo.count(ModelConfig(layout="2-2x3-1", pattern="SF", loop={"preset": "operloop"}, **SMALL), seq_len=100)
+    counted = lo.count(ModelConfig.tiny(layout="2-2x3-1", **SMALL), seq_len=100)
     per_layer = 2 * 2 * 2 * 16
     assert counted.kv_bytes_per_token == 9 * per_layer
     sliding, full = 1 + 3 + 1, 1 + 3
@@ -49,7 +48,7 @@ def test_transition_flops_of_operloop():
 
 
 def test_training_flops_of_truncated_backpropagation_by_hand():
-    model = ModelConfig(layout="1-1x3-1x5-1", loop={"preset": "vanilla"}, max_length=32, **SMALL)
+    model = ModelConfig.tiny(layout="1-1x3-1x5-1", loop={"preset": "vanilla"}, **SMALL)
     cut = model.model_copy(update={"layout": "1-1x3-1x4-1"})
     forward, backward = (sum(lo.count(each, seq_len=32).flops.values()) for each in (model, cut))
     train = {"seq_len": 32, "loops": {"grad_loops": 4}}
@@ -67,7 +66,7 @@ def test_mean_keys_of_documents_are_what_the_mask_leaves(window):
 
 
 def test_flops_inside_documents_are_fewer_by_the_scores_that_are_not_computed():
-    model = ModelConfig(layout="1-1x3-1", pattern="SF", loop={"preset": "vanilla"}, max_length=32, **SMALL)
+    model = ModelConfig.tiny(layout="1-1x3-1", loop={"preset": "vanilla"}, **SMALL)
     config, lengths = Config(model=model, train={"seq_len": 32}), [32, 20, 12, 1, 31]
     whole, parts = lo.count(config), lo.count(config, documents=lengths)
     # Of the five unrolled layers two are sliding, the first and the last, and three full; four heads of sixteen.
@@ -83,5 +82,5 @@ def test_flops_inside_documents_are_fewer_by_the_scores_that_are_not_computed():
 
 
 def test_ratios_to_itself_are_one():
-    counted = lo.count(ModelConfig(layout="2-2x3-1", loop={"preset": "operloop"}, **SMALL))
+    counted = lo.count(ModelConfig.tiny(layout="2-2x3-1", **SMALL))
     assert {ratio for group in counted.ratios(counted).values() for ratio in group.values()} == {1.0}

@@ -16,28 +16,14 @@ from looptim.model.attention import causal_attention
 from looptim.model.lm import LoopedLM
 from looptim.model.rope import rope_table
 
-SIZES = {
-    "width": 32,
-    "vocab_size": 61,
-    "max_length": 64,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_dim": 8,
-    "window": 5,
-    "sliding_rotary": 8,
-    "full_rotary": 4,
-    "dense_layers": 1,
-    "dense_hidden": 48,
-    "experts": 6,
-    "top_k": 2,
-    "expert_hidden": 16,
-    "shared_hidden": 24,
-    "pattern": "SF",
-}
+# Several heads to a key, a window that is soon left, and no two sizes the same where mixing them up should show.
+SIZES = {"vocab_size": 61, "max_length": 64, "heads": 4, "kv_heads": 2, "head_dim": 8, "window": 5}
+SIZES |= {"sliding_rotary": 8, "full_rotary": 4, "dense_hidden": 48, "experts": 6, "shared_hidden": 24}
 
 
 def config(layout="2-2x3-1", preset="operloop", options=None, **changes):
-    return ModelConfig(layout=layout, loop={"preset": preset, "options": options or {}}, **{**SIZES, **changes})
+    loop = {"preset": preset, "options": options or {}}
+    return ModelConfig.tiny(**SIZES | {"layout": layout, "loop": loop, "tied": False, "init_std": 0.006} | changes)
 
 
 def scramble(model, seed=0):
@@ -161,7 +147,7 @@ def test_loads_count_every_visit_once_with_and_without_checkpointing():
         "blocks.4.feedforward": 1,
     }
     for name, load in plain.loads.items():
-        assert (load.sum(-1) == 2 * 12 * SIZES["top_k"]).all()
+        assert (load.sum(-1) == 2 * 12 * config().top_k).all()
         assert torch.equal(load, again.loads[name])
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, gradients[name])
@@ -227,7 +213,7 @@ def test_documents_that_cannot_be_kept_apart_are_refused():
 
 
 def test_without_gradients_the_head_multiplies_once():
-    head, h = LoopedLM(config(), seed=0).head, torch.randn(1, 5, SIZES["width"])
+    head, h = LoopedLM(config(), seed=0).head, torch.randn(1, 5, config().width)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         head(h, torch.zeros(1, 5, dtype=torch.long))
     assert counter.get_total_flops() == 2 * 5 * head.weight.numel()
@@ -393,7 +379,7 @@ def test_flops_agree_with_torchs_counter_on_a_real_forward(layout):
     preset = "none" if layout == "4" else "operloop"
     small = config(layout, preset, window=T)
     counted = lo.count(small, seq_len=T).flops
-    gates = 2 * 9 * 4 * SIZES["width"] * 3 if preset == "operloop" else 0
+    gates = 2 * 9 * 4 * config().width * 3 if preset == "operloop" else 0
     matmuls = sum(n for part, n in counted.items() if part not in ("attention scores", "transition")) + gates
     with FlopCounterMode(display=False) as counter:
         LoopedLM(small, seed=0)(tokens(2, T))

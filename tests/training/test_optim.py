@@ -29,29 +29,12 @@ from looptim.training.optim import (
     parameter_groups,
 )
 
-SIZES = {
-    "layout": "1-2x2-1",
-    "width": 32,
-    "vocab_size": 61,
-    "max_length": 16,
-    "heads": 2,
-    "kv_heads": 1,
-    "head_dim": 16,
-    "window": 4,
-    "sliding_rotary": 16,
-    "full_rotary": 8,
-    "dense_layers": 1,
-    "dense_hidden": 48,
-    "experts": 4,
-    "top_k": 2,
-    "expert_hidden": 8,
-    "shared_hidden": 12,
-}
+SIZES = {"layout": "1-2x2-1", "vocab_size": 61, "tied": False, "pattern": "SSSF", "init_std": 0.006}
 SHAPES = [(1, 9), (48, 48), (48, 80), (64, 128), (128, 64), (33, 301), (301, 33)]
 
 
 def model(preset="operloop", **changes):
-    return LoopedLM(ModelConfig(loop={"preset": preset}, **SIZES, **changes), seed=0)
+    return LoopedLM(ModelConfig.tiny(**SIZES | {"loop": {"preset": preset}} | changes), seed=0)
 
 
 def train(model, optimizer, steps, first=0):

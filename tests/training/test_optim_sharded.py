@@ -36,21 +36,13 @@ SIZES = {
     "layout": "1-2x2-1",
     "width": 28,
     "vocab_size": 61,
-    "max_length": 16,
+    "tied": False,
+    "pattern": "SSSF",
     "heads": 3,
-    "kv_heads": 1,
     "head_dim": 10,
-    "window": 4,
-    "sliding_rotary": 10,
-    "full_rotary": 4,
-    "dense_layers": 1,
-    "dense_hidden": 45,
-    "experts": 5,
-    "top_k": 2,
-    "expert_hidden": 7,
-    "shared_hidden": 9,
-    "loop": {"preset": "operloop"},
 }
+SIZES |= {"sliding_rotary": 10, "full_rotary": 4, "dense_hidden": 45, "experts": 5, "expert_hidden": 7}
+SIZES |= {"shared_hidden": 9, "init_std": 0.006}
 # The name of a run: its changes to the config, its dtype, and how far two processes may be from one.
 MODELS = {
     "untied": ({}, torch.float32, 1e-5),
@@ -69,7 +61,7 @@ LAYOUTS = {
 
 def build(name, world=1):
     changes, dtype, _ = MODELS[name]
-    model = LoopedLM(ModelConfig(**SIZES, **changes), seed=0).to(dtype)
+    model = LoopedLM(ModelConfig.tiny(**SIZES | changes), seed=0).to(dtype)
     # The initial 0.006 hides what goes on behind the embedding.
     with torch.no_grad():
         for key, p in model.named_parameters():
