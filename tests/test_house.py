@@ -84,8 +84,12 @@ def test_packages_are_modules_in_a_fresh_process_and_no_verb_hides_one():
 
 def test_every_verb_is_a_function_of_the_api():
     verbs = {command.name or command.callback.__name__ for command in app.registered_commands}
-    assert verbs - {"recipes"} <= set(dir(lo))
-    assert all(callable(getattr(lo, verb)) for verb in verbs - {"recipes"})
+    # These lists and dialogues are for people at a terminal.
+    verbs -= {"recipes", "demo", "chat", "serve", "doctor"}
+    # Two verbs have the name of a module, which a function of the API must not have.
+    names = {{"loop": "loop_model", "config": "load_config"}.get(verb, verb) for verb in verbs}
+    assert names <= set(dir(lo))
+    assert all(callable(getattr(lo, name)) for name in names)
 
 
 def test_the_extension_guide_names_files_that_exist():
