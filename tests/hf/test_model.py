@@ -139,7 +139,7 @@ def test_packed_sequences_are_the_documents_of_a_looped_model(preset):
     positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
     packed = model(tokens(2, 20), position_ids=positions, use_cache=False).logits
     looped = model.looped
-    hidden, _ = looped.hidden(looped.embed(tokens(2, 20)), documents=ids)
+    hidden = looped.hidden(looped.embed(tokens(2, 20)), documents=ids).h
     assert_same(packed, looped.head(hidden))
 
 

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin
-from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from ..loop import Loop, mixes_tokens
-from ..loop.depth import Depth, Fixed, PerSequence
+from ..loop.depth import Depth, Fixed, PerSequence, PerToken
 from ..model import AttentionKind, Head, Layout, LoopedBody, LoopedLM, auxiliary_loss
 from .config import LoopedConfig
+from .outputs import LoopedCausalLMOutput, LoopedModelOutput
 from .pretrained import LoopedPreTrainedModel
-from .slots import AttentionSlot, make_masks, make_positions
+from .slots import AttentionSlot, depth_of_call, make_masks, make_positions
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
-
-
-@dataclass
-class LoopedModelOutput(BaseModelOutputWithPast):
-    """The output of the body, and the auxiliary loss of its MoE layers without its coefficient."""
-
-    aux_loss: Float[Tensor, ""] | None = None
 
 
 class LoopedModel(LoopedPreTrainedModel):
@@ -69,8 +61,12 @@ class LoopedModel(LoopedPreTrainedModel):
         if depth is not None:
             if not self.body.loops:
                 raise ValueError(f"layout {self.config.layout!r} has no looped segment, so {depth} cannot be set")
-            batch = len(depth.counts) if isinstance(depth, PerSequence) else 1
-            loops = max(depth.count_steps(cast(Loop, loop), batch) for loop in self.body.loops)
+            if depth.leaves and self.shifted:
+                raise ValueError(f"a token of this model reads the state of the one before, so that {depth} is refused")
+            batch = len(depth.counts) if isinstance(depth, PerSequence | PerToken) else 1
+            counts = {depth.count_steps(cast(Loop, loop), batch) for loop in self.body.loops}
+            # An exit leaves each loop its own number, where they have several.
+            loops = counts.pop() if len(counts) == 1 else None
         config = self.body.config if loops is None else self.body.config.with_loops(loops)
         layers = Layout.of(config).layers
         self.slots = nn.ModuleList(AttentionSlot(self.config, i, layer.attention) for i, layer in enumerate(layers))
@@ -128,8 +124,10 @@ class LoopedModel(LoopedPreTrainedModel):
         ]
         observe = states.append if output_hidden_states else None
         told = output_router_logits or torch.is_grad_enabled()
-        h, stats = self.body.hidden(
-            h, positions=position_ids, attend=attend, depth=self._depth, stats=told, observe=observe
+        packed = past_key_values is None and kwargs.get("cache") is not None
+        depth = depth_of_call(self._depth, h.shape[1], past_key_values, packed=packed)
+        h, stats, depths = self.body.hidden(
+            h, positions=position_ids, attend=attend, depth=depth, stats=told, observe=observe
         )
         return LoopedModelOutput(
             last_hidden_state=cast(Any, h),
@@ -138,6 +136,7 @@ class LoopedModel(LoopedPreTrainedModel):
             hidden_states=cast(Any, (*states[:-1], h)) if output_hidden_states else None,
             attentions=cast(Any, tuple(weights)) if output_attentions else None,
             aux_loss=auxiliary_loss(stats),
+            depth=depths if depth is not None and depth.leaves else None,
         )
 
     @property
@@ -230,7 +229,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
-    ) -> MoeCausalLMOutputWithPast:
+    ) -> LoopedCausalLMOutput:
         """Logits in fp32; with `labels`, the next-token loss, in training plus the weighted auxiliary loss."""
         seen = self.model(
             input_ids,
@@ -249,13 +248,14 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
             if seen.aux_loss is not None and self.training:
                 loss = loss + self.config.router_aux_loss_coef * seen.aux_loss
-        return MoeCausalLMOutputWithPast(
+        return LoopedCausalLMOutput(
             loss=loss,
             aux_loss=None if labels is None else seen.aux_loss,
             logits=logits,
             past_key_values=seen.past_key_values,
             hidden_states=seen.hidden_states,
             attentions=seen.attentions,
+            depth=seen.depth,
         )
 
     def create_masks_for_generate(

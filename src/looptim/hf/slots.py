@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from transformers import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sliding_window_overlay
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..loop.depth import Depth, Exit
 from ..model import AttentionKind
 from .config import LoopedConfig
 
@@ -66,9 +68,14 @@ class AttentionSlot(nn.Module):
         weights: list[Tensor] | None = None,
         **kwargs: Any,
     ) -> Float[Tensor, "B H T D"]:
-        """Attend to the cached keys and these; `weights`, if given, receives the attention weights."""
+        """Attend to the cached keys and these; `weights`, if given, receives the attention weights.
+
+        Without a query, which is a visit that all tokens skip, these keys and values are cached and that is all.
+        """
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
+        if not query.shape[2]:
+            return query
         implementation = self.config._attn_implementation or "eager"
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
         y, seen = attention(
@@ -123,6 +130,21 @@ def _mask_of(kind: AttentionKind) -> Callable[..., Any]:
         return create_causal_mask
     # The caches of transformers know one window; a layer with another is cached whole.
     return functools.partial(create_causal_mask, and_mask_function=sliding_window_overlay(kind.window))
+
+
+def depth_of_call(depth: Depth | None, length: int, past_key_values: Cache | None, *, packed: bool) -> Depth | None:
+    """The depth of a call with `length` new tokens; `packed` are those of several sequences in one row."""
+    if depth is None or not depth.leaves:
+        return depth
+    if packed:
+        if depth.by_place:
+            raise ValueError("continuous batching has no places of tokens; give an Exit without prompt, not PerToken")
+        # The cache is written where attention is called, so that every visit has to be made.
+        return dataclasses.replace(depth, mode="mask") if isinstance(depth, Exit) else depth
+    if not depth.by_place:
+        return depth
+    past = 0 if past_key_values is None else past_key_values.get_seq_length()
+    return depth.part(int(past), length)
 
 
 def make_positions(inputs_embeds: Tensor, attention_mask: Any, past_key_values: Cache | None) -> Int[Tensor, "*B T"]:

@@ -1,6 +1,6 @@
 """The framework: a loop transition from a projection, an objective and a rule. Needs torch and nothing else."""
 
-from . import controls, depth, directions, maps, objectives, presets, projections, roadmap, rules, state
+from . import controls, depth, directions, maps, objectives, presets, projections, roadmap, rules, signals, state
 from .base import Context, Gate, Part
 from .causality import check_causality, mixes_tokens
 from .controls import Decay, Step
@@ -14,6 +14,7 @@ from .objectives import Objective
 from .projections import MapPart, Projection
 from .registry import PRESETS, build, register
 from .rules import Carry, Rule
+from .signals import Signal
 from .trace import Trace, trace
 from .transition import Record, Target, TargetBias, TargetNorm, Transition
 
@@ -36,6 +37,7 @@ __all__ = [
     "Projection",
     "Record",
     "Rule",
+    "Signal",
     "Step",
     "Target",
     "TargetBias",
@@ -59,6 +61,7 @@ __all__ = [
     "register",
     "roadmap",
     "rules",
+    "signals",
     "state",
     "trace",
 ]

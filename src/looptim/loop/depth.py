@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from ..base.numerics import wide
-from .rules import Carry, Rule, form, memory_for
+from .signals import Signal, find_signal
+from .walk import Decode, ExitWalk, Live, Walk
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
@@ -28,8 +29,18 @@ class Depth(ABC):
     leave early.
     """
 
-    needs_record: ClassVar[bool] = False
-    """Whether `live` looks at records; without it the loop runs its transitions' compiled forms, which make none."""
+    leaves: ClassVar[bool] = False
+    """Whether tokens may leave before the last step."""
+
+    @property
+    def needs_record(self) -> bool:
+        """Whether `live` looks at records; without it a loop may run forms of its transitions that make none."""
+        return False
+
+    @property
+    def by_place(self) -> bool:
+        """Whether it knows tokens by their place, so that it must be told which ones a call has."""
+        return False
 
     @abstractmethod
     def count_steps(self, loop: Loop, batch: int) -> int:
@@ -44,6 +55,14 @@ class Depth(ABC):
         False ends the loop before the step. `last` is the answer for the step before and `record`, for a policy that
         needs it, what that step computed; both are None before the first.
         """
+
+    def begin(self, loop: Loop, e: Tensor, decode: Decode | None = None) -> Walk:
+        """One call of `loop` under this policy; `decode` makes logits of what the loop returns."""
+        return Walk(self, loop, e, decode)
+
+    def part(self, first: int, length: int) -> Depth:
+        """The policy for `length` tokens from `first` on, for one that knows tokens by their place."""
+        return self
 
 
 @final
@@ -60,13 +79,12 @@ class Fixed(Depth):
     steps: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
-            raise ValueError(f"steps must be a whole number of at least 1, got {self.steps!r}")
+        _check_whole("steps", self.steps)
 
     def count_steps(self, loop: Loop, batch: int) -> int:
         return len(loop.schedule(self.steps))
 
-    def live(self, step: int, total: int, last: Tensor | bool | None, record: Record | None) -> bool:
+    def live(self, step: int, total: int, last: Live | None, record: Record | None) -> bool:
         return True
 
 
@@ -89,10 +107,7 @@ class PerSequence(Depth):
     """The steps a call runs, found here, since a compiled loop could not look into `counts`."""
 
     def __post_init__(self) -> None:
-        counts = torch.as_tensor(self.counts)
-        whole = not (counts.is_floating_point() or counts.is_complex() or counts.dtype == torch.bool)
-        if counts.dim() != 1 or not len(counts) or not whole or not (counts >= 1).all():
-            raise ValueError(f"counts must be whole numbers of at least 1, one per sequence, got {self.counts}")
+        counts = _whole_numbers(self.counts, 1, "one per sequence")
         object.__setattr__(self, "counts", counts)
         object.__setattr__(self, "longest", max(int(counts.max()), self.total or 0))
 
@@ -105,41 +120,175 @@ class PerSequence(Depth):
             raise ValueError(f"counts has {len(self.counts)} numbers of steps, but the batch has {batch} sequences")
         return self.longest
 
-    def live(self, step: int, total: int, last: Tensor | bool | None, record: Record | None) -> Tensor:
+    def live(self, step: int, total: int, last: Live | None, record: Record | None) -> Tensor:
         assert isinstance(self.counts, Tensor)
         return self.counts >= total - step
 
 
-def merge(
-    live: Bool[Tensor, "B ..."], now: tuple[Tensor, Carry], before: tuple[Tensor, Carry], rule: Rule
-) -> tuple[Tensor, Carry]:
-    """The new state and carry of the tokens that took a step of `rule`, those of before for the others."""
-    (Y, carry), (Y_before, carry_before) = now, before
-    # Where the step before was another rule's, a token that has not met this one is where it begins.
-    memory, lam = memory_for(rule, Y_before, carry_before), carry_before.lam
-    shapes = [leaf.shape for leaf in pytree.tree_leaves(carry.memory) if isinstance(leaf, Tensor) and leaf.dim()]
-    if form(memory) != form(carry.memory) or any(shape[: live.dim()] != Y.shape[: live.dim()] for shape in shapes):
+@final
+@dataclass(frozen=True, eq=False)
+class PerToken(Depth):
+    """Every token takes the first so many steps and leaves: recorded depths replayed, or an oracle's.
+
+    >>> import looptim as lo
+    >>> loop = lo.build("vanilla", width=8, steps=3)
+    >>> loop(torch.ones(1, 3, 8), lambda o: 2 * o, depth=PerToken([[1, 3, 2]]))[0, :, 0].tolist()
+    [2.0, 8.0, 4.0]
+    """
+
+    leaves: ClassVar[bool] = True
+    by_place: ClassVar[bool] = True
+
+    counts: Int[Tensor, "B T"] | Sequence[Sequence[int]]
+    maximum: int | None = None
+    """The steps of the loop as it is unrolled, for one that is not run as its layout says."""
+    longest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        counts = _whole_numbers(self.counts, 2, "one per token, (B, T)")
+        object.__setattr__(self, "counts", counts)
+        object.__setattr__(self, "longest", int(counts.max()))
+
+    def count_steps(self, loop: Loop, batch: int) -> int:
+        if len(self.counts) != batch:
+            raise ValueError(f"counts has {len(self.counts)} sequences, but the batch has {batch}")
+        total = loop.steps if self.maximum is None else self.maximum
+        _check_leaving(loop, total, repeat_last=self.maximum is not None)
+        if self.longest > total:
+            raise ValueError(f"counts asks for {self.longest} steps, but {loop.name} runs {total}; give maximum")
+        return total
+
+    def live(self, step: int, total: int, last: Live | None, record: Record | None) -> Live:
+        assert isinstance(self.counts, Tensor)
+        return self.counts > step if step < self.longest else False
+
+    def part(self, first: int, length: int) -> PerToken:
+        assert isinstance(self.counts, Tensor)
+        counts = self.counts[:, first : first + length]
+        if counts.shape[1] != length:
+            raise ValueError(f"counts has {self.counts.shape[1]} tokens, but token {first + length} is asked for")
+        return PerToken(counts, self.maximum)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Exit(Depth):
+    """A token leaves after the first step, from the `minimum`-th on, whose signal is below `threshold`.
+
+        tau_i = min {l >= minimum: s_{l,i} < threshold},  at most `maximum`
+
+    Its state is frozen then. In a model, the keys and values of the visits it skips are those of its last visit, and
+    the read-out is of the frozen state: docs/depth.md. Threshold 0 lets nobody out, infinity everybody.
+
+    >>> import looptim as lo
+    >>> loop = lo.build("operloop", width=8, steps=3)
+    >>> h, state = loop(torch.randn(1, 5, 8), torch.tanh, depth=Exit("residual", math.inf), return_state=True)
+    >>> state.depth.tolist()
+    [[1, 1, 1, 1, 1]]
+    """
+
+    leaves: ClassVar[bool] = True
+
+    signal: str | Signal = "residual"
+    threshold: float = 0.05
+    minimum: int = 1
+    maximum: int | None = None
+    """The most steps a token takes; None for the loop's own number."""
+    repeat_last: bool = False
+    """Whether loop-specific transitions go on beyond their number with the last of them."""
+    prompt: int = 0
+    """The first so many tokens of every sequence take all steps: prefill at full depth."""
+    mode: Literal["end", "mask"] = "end"
+    """Whether the loop ends when nobody is left, or runs all its steps: for one graph, or weights that are sharded."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "signal", find_signal(self.signal))
+        given = self.threshold
+        if isinstance(given, bool) or not isinstance(given, int | float) or math.isnan(given) or given < 0:
+            raise ValueError(f"threshold must be a number that is not negative, got {given!r}")
+        _check_whole("minimum", self.minimum)
+        if self.maximum is not None:
+            _check_whole("maximum", self.maximum)
+            if self.minimum > self.maximum:
+                raise ValueError(f"minimum ({self.minimum}) must not exceed maximum ({self.maximum})")
+        if self.mode not in ("end", "mask"):
+            raise ValueError(f"mode must be end or mask, got {self.mode!r}")
+
+    @property
+    def needs_record(self) -> bool:
+        # A token never leaves at a threshold of 0, and the loop then runs as it does without exits.
+        return self.threshold > 0
+
+    @property
+    def by_place(self) -> bool:
+        return self.prompt > 0
+
+    def count_steps(self, loop: Loop, batch: int) -> int:
+        total = loop.steps if self.maximum is None else self.maximum
+        if self.minimum > total:
+            raise ValueError(f"minimum ({self.minimum}) must not exceed the {total} steps of {loop.name}")
+        _check_leaving(loop, total, repeat_last=self.repeat_last)
+        return total
+
+    def live(self, step: int, total: int, last: Live | None, record: Record | None) -> Live:
+        raise AssertionError("an exit is walked by a walk of its own")
+
+    def begin(self, loop: Loop, e: Tensor, decode: Decode | None = None) -> ExitWalk:
+        return ExitWalk(self, loop, e, decode)
+
+    def part(self, first: int, length: int) -> Exit:
+        return dataclasses.replace(self, prompt=max(self.prompt - first, 0)) if self.prompt else self
+
+    def __str__(self) -> str:
+        """What stands in an evaluation's identity."""
+        assert isinstance(self.signal, Signal)
+        bounds = f"minimum {self.minimum}, maximum {self.maximum or 'as the layout says'}"
+        beyond = ", the last transition repeats" if self.repeat_last else ""
+        return f"{self.signal.name} < {self.threshold:g}, {bounds}{beyond}"
+
+
+def parse_depth(text: str) -> Depth:
+    """A depth as it is written on a command line: a number of loops, or SIGNAL:THRESHOLD[:MINIMUM[:MAXIMUM]].
+
+    >>> parse_depth("4"), str(parse_depth("residual:0.05:2"))
+    (Fixed(steps=4), 'residual < 0.05, minimum 2, maximum as the layout says')
+    """
+    name, *numbers = text.split(":")
+    try:
+        if not numbers:
+            return Fixed(int(name))
+        threshold, *bounds = numbers
+        minimum, maximum = [*map(int, bounds), *[1, None][len(bounds) :]]
+        values = float(threshold), int(minimum or 1), maximum
+    except ValueError:
         raise ValueError(
-            f"the memory of {type(rule).__name__} cannot wait for a sequence or a token: `init` must make it in the "
-            f"form it has after a step, and the first axes of its tensors must be those of the state, (B, T)"
+            f"depth {text!r} does not parse; give a number of loops, or a signal and its threshold, as in residual:0.05"
+        ) from None
+    return Exit(name, *values)
+
+
+def _check_leaving(loop: Loop, total: int, *, repeat_last: bool) -> None:
+    """A ValueError where tokens cannot leave one by one, or the loop cannot run so many steps."""
+    if any(getattr(part, "mixes_tokens", False) for part in loop.modules()):
+        raise ValueError(
+            f"{loop.name} reads the state of the token before, which may have left the loop; choose a transition "
+            "without token_shift, or a depth that is the same for all tokens"
         )
-    if form(lam) != form(carry.lam):
-        # Before the first step there is no decay, and so none that is a matrix.
-        lam = pytree.tree_map(torch.zeros_like, carry.lam)
-    mask = live.reshape(live.shape + (1,) * (4 - live.dim()))
-
-    def pick(mask: Tensor, new: Any, old: Any) -> Any:
-        return pytree.tree_map(lambda n, o: _where(mask, n, o, like=Y), new, old)
-
-    # Step sizes and decays broadcast against the state from the right, memories begin like it on the left.
-    carry = Carry(pick(mask, carry.eta, carry_before.eta), pick(mask, carry.lam, lam), pick(live, carry.memory, memory))
-    return pick(mask, Y, Y_before), carry
+    if not loop.shared and total > loop.steps and not repeat_last:
+        raise ValueError(
+            f"{loop.name} has loop-specific parameters for {loop.steps} steps, and maximum is {total}; lower it, or "
+            "let its last transition go on with repeat_last=True"
+        )
 
 
-def _where(mask: Bool[Tensor, "B ..."], new: Any, old: Any, *, like: Tensor) -> Any:
-    """`torch.where` for tensors and numbers; a number that differs becomes one per row of the mask."""
-    if not isinstance(new, Tensor):
-        if not isinstance(old, Tensor) and new == old:
-            return new
-        new = torch.tensor(new, dtype=wide(like).dtype, device=like.device)
-    return torch.where(mask.reshape(mask.shape + (1,) * ((new.dim() or 4) - mask.dim())), new, old)
+def _check_whole(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def _whole_numbers(counts: Any, dim: int, each: str) -> Tensor:
+    tensor = torch.as_tensor(counts)
+    whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    if tensor.dim() != dim or not tensor.numel() or not whole or not (tensor >= 1).all():
+        raise ValueError(f"counts must be whole numbers of at least 1, {each}, got {counts}")
+    return tensor

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from .base import require
-from .depth import Depth, Fixed, merge
+from .depth import Depth, Fixed
 from .rules import Carry
 from .state import Copies, Mean
 from .transition import Record, Transition, check_same_shape
+from .waiting import merge
+from .walk import Decode, Walk
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -88,7 +90,7 @@ class Loop(nn.Module):
         e: Float[Tensor, "B T d"],
         blocks: Blocks | Sequence[Blocks],
         *,
-        depth: Depth | None = None,
+        depth: Depth | Walk | None = None,
         start: Float[Tensor, "B T r d"] | None = None,
         return_state: bool = False,
         grad_steps: int | None = None,
@@ -96,16 +98,17 @@ class Loop(nn.Module):
     ) -> Float[Tensor, "B T d"] | tuple[Float[Tensor, "B T d"], LoopState]:
         """Loop over `e`, the prelude output. `blocks` is the shared stack, or a sequence of callables, one per step.
 
-        `depth` says how many steps are run and by which tokens; without it all tokens run the loop's own number.
+        `depth` says how many steps are run and by which tokens; without it all tokens run the loop's own number. A
+        model, whose blocks must know who takes the step, gives a walk it has begun.
         `start` is a state to begin with in place of the start part's. `return_state` returns the last `LoopState`
         beside the output. `grad_steps` truncates backpropagation to the last so many steps (Huginn, Parcae). `observe`
         is called with every step's transition and record; `trace` is built on it.
         """
         self._check(e, grad_steps)
-        depth = Fixed(self.steps) if depth is None else depth
-        require("depth", depth, Depth)
-        schedule = self.schedule(depth.count_steps(self, len(e)))
-        total = len(schedule)
+        walk = depth if isinstance(depth, Walk) else self.begin(e, depth)
+        if grad_steps is not None and walk.policy.leaves:
+            raise ValueError("grad_steps keeps the gradient of the last steps, which a token that leaves never takes")
+        schedule, total = walk.schedule, walk.total
         stacks = _one_per_step(blocks, total)
         Y = self.start(e) if start is None else start
         if Y.dim() != 4 or Y.shape[:2] != e.shape[:2]:
@@ -114,18 +117,17 @@ class Loop(nn.Module):
             )
         carry, record, lived = schedule[0].rule.init(Y), None, []
         for step, transition in enumerate(schedule):
-            live = depth.live(step, total, lived[-1] if lived else None, record)
+            live = walk.enter(step, record)
             if live is False:
                 break
             before = Y, carry
             with torch.no_grad() if grad_steps is not None and step < total - grad_steps else nullcontext():
-                if observe is None and not depth.needs_record:
+                if observe is None and not walk.needs_record:
                     Y, carry = transition(Y, e, stacks[step], carry)
                 else:
                     record = transition.step(Y, e, stacks[step], carry)
                     Y, carry = record.Y, record.carry
             if isinstance(live, Tensor):
-                live = live.to(e.device)
                 Y, carry = merge(live, (Y, carry), before, transition.rule)
             lived.append(live)
             if record is not None:
@@ -135,6 +137,12 @@ class Loop(nn.Module):
         h = self.readout(Y)
         check_same_shape(h, e, "the read-out", "the loop's input")
         return (h, LoopState(Y, carry, _count(lived, e), tuple(lived))) if return_state else h
+
+    def begin(self, e: Float[Tensor, "B T d"], depth: Depth | None = None, *, decode: Decode | None = None) -> Walk:
+        """One call under `depth`, by default of all steps; `decode` makes logits of what the loop returns."""
+        depth = Fixed(self.steps) if depth is None else depth
+        require("depth", depth, Depth)
+        return depth.begin(self, e, decode)
 
     def _check(self, e: Tensor, grad_steps: int | None) -> None:
         if not isinstance(e, Tensor) or not e.is_floating_point():
@@ -159,6 +167,11 @@ class Loop(nn.Module):
                 f"build it with steps={steps}, or with shared=True where the preset has it"
             )
         return transitions
+
+    def unroll(self, steps: int) -> list[Transition]:
+        """The transition of each of `steps` steps: loop-specific ones as far as they go, then the last again."""
+        transitions = cast("list[Transition]", list(self.transitions))
+        return (transitions + transitions[-1:] * steps)[:steps]
 
     def extra_repr(self) -> str:
         return f"name={self.name!r}, steps={self.steps}, {'shared' if self.shared else 'loop-specific'}"

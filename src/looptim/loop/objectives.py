@@ -26,9 +26,22 @@ class Objective(Part):
     def grad(self, o: Float[Tensor, "B T d"], t: Float[Tensor, "B T d"]) -> Float[Tensor, "B T d"]:
         """`f'(o)`."""
 
+    def residual(self, o: Float[Tensor, "B T d"], t: Float[Tensor, "B T d"]) -> Float[Tensor, "B T"]:
+        """`|t - o| / |t|`: how far a token is from its target, whatever the scale of both."""
+        size = torch.linalg.vector_norm(wide(t), dim=-1).clamp_min(1e-12)
+        return torch.linalg.vector_norm(wide(t) - wide(o), dim=-1) / size
+
+
+class Alignment(Objective):
+    """An objective that only asks `o` to point where `t` points: unbounded, so that its residual is an angle's."""
+
+    def residual(self, o: Tensor, t: Tensor) -> Tensor:
+        """`1 - cos(t, o)`."""
+        return 1 - torch.cosine_similarity(wide(o), wide(t), dim=-1, eps=1e-12)
+
 
 @final
-class InnerProduct(Objective):
+class InnerProduct(Alignment):
     """`L = -<o, t>`, `f'(o) = -t` (Eq. 17): the objective hidden in every published transition but one.
 
     >>> InnerProduct().grad(torch.tensor([[[5.0]]]), torch.tensor([[[2.0]]]))
@@ -45,7 +58,7 @@ class InnerProduct(Objective):
 
 
 @final
-class NormalizedInnerProduct(Objective):
+class NormalizedInnerProduct(Alignment):
     """`L = -<o, t/|t|>`, `f'(o) = -t/|t|`: Recirculation's row of Table 7.
 
     >>> NormalizedInnerProduct().grad(torch.zeros(1, 1, 2), torch.tensor([[[3.0, 4.0]]]))

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""The slot of an unrolled layer: what attends with its queries, keys and values."""
+"""The slot of an unrolled layer: what attends with its queries, keys and values.
+
+A slot of a cache is also called with no queries, for a visit that all tokens skip, and only keeps what it is given.
+"""
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 

@@ -11,13 +11,13 @@ from .moe import MoE, MoEStats, SwiGLU
 from .norm import RMSNorm
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Bool, Float, Int
 
 
 class Block(nn.Module):
     """Weights of one layer; it attends through the slot it is given and does not know it is looped.
 
-    x <- x + attention(norm(x)),  x <- x + feedforward(norm(x)).
+    x <- x + attention(norm(x)),  x <- x + feedforward(norm(x)). Tokens that are not `live` reach no routed expert.
     """
 
     def __init__(self, attention: Attention, feedforward: SwiGLU | MoE, *, width: int, eps: float = 1e-5) -> None:
@@ -34,10 +34,11 @@ class Block(nn.Module):
         rope: tuple[Tensor, Tensor],
         visit: int | Int[Tensor, ""] = 0,
         stats: bool = True,
+        live: Bool[Tensor, "batch length"] | None = None,
     ) -> tuple[Float[Tensor, "batch length width"], MoEStats | None]:
         x = x + self.attention(self.attention_norm(x), attend, rope)
         h = self.feedforward_norm(x)
         if isinstance(self.feedforward, MoE):
-            y, seen = self.feedforward(h, visit, stats=stats)
+            y, seen = self.feedforward(h, visit, stats=stats, live=live)
             return x + y, seen
         return x + self.feedforward(h), None

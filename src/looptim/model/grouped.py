@@ -123,7 +123,8 @@ def blocks_of(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     numbers = (ends - starts + BLOCK - 1) // BLOCK
     last = numbers.cumsum(0)
     row = torch.arange(rows, device=ends.device)
-    owner = torch.searchsorted(ends, row, right=True)
+    # Rows behind the last expert's, of tokens that are not live, count for it too.
+    owner = torch.searchsorted(ends, row, right=True).clamp(max=len(ends) - 1)
     places = ((last - numbers) * BLOCK - starts)[owner] + row
     block = torch.arange(total, device=ends.device)
     experts = torch.searchsorted(last, block, right=True).clamp(max=len(ends) - 1)

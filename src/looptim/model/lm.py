@@ -21,19 +21,21 @@ from .layout import Layout
 from .moe import MoEStats
 from .norm import RMSNorm
 from .rope import rope_table
+from .visits import HeldKeys, Visit
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
-class Visit(NamedTuple):
-    """One unrolled layer of a running forward: which block, through which slot, at which positions."""
+class Hidden(NamedTuple):
+    """What the body computes of a sequence."""
 
-    block: int
-    attend: Attend
-    rope: tuple[Tensor, Tensor]
-    number: Tensor
-    """How often the block was visited before."""
+    h: Float[Tensor, "B T d"]
+    """The coda's normed output."""
+    stats: list[tuple[int, MoEStats]]
+    """(block, stats) of every visit of a MoE layer."""
+    depth: tuple[Int[Tensor, "B T"], ...]
+    """How many steps each token took in each loop."""
 
 
 class Output(NamedTuple):
@@ -139,8 +141,8 @@ class LoopedBody(nn.Module):
         grad_loops: int | None = None,
         stats: bool = True,
         observe: Callable[[Tensor], None] | None = None,
-    ) -> tuple[Float[Tensor, "B T d"], list[tuple[int, MoEStats]]]:
-        """The coda's normed output for embeddings `h`, and (block, stats) of every visit of a MoE layer.
+    ) -> Hidden:
+        """The coda's normed output for embeddings `h`, and what the experts and the loops tell.
 
         A sequence that waits for its first loop is not in the stats: nothing comes of its visit. Where nobody looks
         at them, `stats=False` leaves them out.
@@ -155,21 +157,33 @@ class LoopedBody(nn.Module):
         visits = iter(self._visits(layout, h, positions, attend, documents))
         loops = iter(cast("list[Loop]", list(self.loops)))
         told: list[tuple[int, MoEStats]] = []
+        depths: list[Tensor] = []
         for segment in layout.segments:
             seen: list[list[tuple[int, MoEStats]]] = [[] for _ in segment.steps]
+            rows = [[next(visits) for _ in layers] for layers in segment.steps]
+            walk, held, loop = None, None, next(loops) if segment.looped else None
+            if loop is not None:
+                walk = loop.begin(h, depth or Fixed(len(rows)), decode=self.reader())
+                held = HeldKeys(walk) if walk.policy.leaves else None
             steps = [
-                partial(self._run, visits=[next(visits) for _ in layers], told=into if stats else None, observe=observe)
-                for layers, into in zip(segment.steps, seen, strict=True)
+                partial(self._run, visits=row, told=into if stats else None, observe=observe, held=held)
+                for row, into in zip(rows, seen, strict=True)
             ]
-            if segment.looped:
-                policy = depth or Fixed(len(steps))
-                h, state = next(loops)(h, steps, depth=policy, grad_steps=grad_loops, return_state=True)
+            if loop is None:
+                h = steps[0](h)
+            else:
+                h, state = loop(h, steps, depth=walk, grad_steps=grad_loops, return_state=True)
+                if held is not None and attend is not None:
+                    held.skip(visit for row in rows[len(state.live) :] for visit in row)
                 # What a sequence computes while it waits, or after it has left, is not counted.
                 seen = [_of_the_live(some, live) for some, live in zip(seen, state.live, strict=False)]
-            else:
-                h = steps[0](h)
+                depths.append(state.depth)
             told += [each for some in seen for each in some]
-        return self.norm(h), told
+        return Hidden(self.norm(h), told, tuple(depths))
+
+    def reader(self) -> Callable[[Tensor], Tensor] | None:
+        """From what a loop returns to logits, for a model with a head."""
+        return None
 
     def _with_depth(self, depth: Depth | None, batch: int) -> ModelConfig:
         """The config with as many loops as `depth` runs."""
@@ -177,7 +191,10 @@ class LoopedBody(nn.Module):
             return self.config
         if not self.loops:
             raise ValueError(f"layout {self.config.layout!r} has no looped segment, so {depth} cannot be run")
-        return self.config.with_loops(depth.count_steps(cast(Loop, self.loops[0]), batch))
+        counts = {depth.count_steps(cast(Loop, loop), batch) for loop in self.loops}
+        # An exit leaves each loop its own number; a compiler cannot follow the copy of a config.
+        own = counts == {segment.loops for segment in self.config.segments if segment.loops is not None}
+        return self.config if own else self.config.with_loops(max(counts))
 
     def _run(
         self,
@@ -186,13 +203,15 @@ class LoopedBody(nn.Module):
         visits: Sequence[Visit],
         told: list[tuple[int, MoEStats]] | None,
         observe: Callable[[Tensor], None] | None,
+        held: HeldKeys | None,
     ) -> Tensor:
         """Some unrolled layers after each other; what their MoE layers tell goes into `told`, where it is wanted."""
         # Recomputation is block by block: only the inputs of blocks are kept, and one block at a time is run again.
         recompute = self.checkpointing and torch.is_grad_enabled()
         for visit in visits:
             block = cast(Block, self.blocks[visit.block])
-            arguments = (h, visit.attend, visit.rope, visit.number, told is not None)
+            slot, live = (visit.attend, None) if held is None else (held.slot(visit), held.live)
+            arguments = (h, slot, visit.rope, visit.number, told is not None, live)
             h, seen = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
             # A visit is counted and observed here, outside of what is recomputed, so that it counts once.
             if seen is not None and told is not None:
@@ -255,8 +274,11 @@ class LoopedLM(LoopedBody):
 
     def forward(self, tokens: Int[Tensor, "B T"], *, depth: Depth | None = None) -> Float[Tensor, "B T vocab"]:
         """Logits in fp32. `depth` runs the loops another number of times than the layout says."""
-        h, _ = self.hidden(self.embed(tokens), depth=depth, stats=False)
-        return self.head(h)
+        return self.head(self.hidden(self.embed(tokens), depth=depth, stats=False).h)
+
+    def reader(self) -> Callable[[Tensor], Tensor]:
+        """From what a loop returns to logits, through norm and head; the coda is left out."""
+        return lambda h: self.head(self.norm(h))
 
     def loss(
         self,
@@ -277,7 +299,7 @@ class LoopedLM(LoopedBody):
                 given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(f"{name} must have the shape of tokens, {tuple(tokens.shape)}, got {given}")
         self.check_vocabulary(targets.masked_fill(targets == IGNORE, 0))
-        h, stats = self.hidden(h, documents=documents, depth=depth, grad_loops=grad_loops)
+        h, stats, _ = self.hidden(h, documents=documents, depth=depth, grad_loops=grad_loops)
         cross_entropy = self.head(h, targets)
         auxiliary = auxiliary_loss(stats)
         loads: dict[str, list[Tensor]] = {}
@@ -288,9 +310,10 @@ class LoopedLM(LoopedBody):
 
 
 def _of_the_live(stats: list[tuple[int, MoEStats]], live: Tensor | bool) -> list[tuple[int, MoEStats]]:
-    """What the MoE layers tell of the sequences that took the step."""
+    """What the MoE layers tell of the sequences that took the step; single tokens they have left out themselves."""
     if not isinstance(live, Tensor):
         return stats
+    live = live if live.dim() == 1 else live.any(1)
     return [(block, MoEStats(seen.load[live], seen.aux_loss[live])) for block, seen in stats]
 
 

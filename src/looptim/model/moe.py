@@ -13,7 +13,7 @@ from ..base.numerics import autocast_dtype, full_precision
 from .grouped import grouped_linear, sum_rows, take_rows
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Bool, Float, Int
 
 INIT_STD = 0.006
 
@@ -99,10 +99,21 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(experts, hidden, width).normal_(std=INIT_STD))
         self.down = nn.Parameter(torch.empty(experts, width, hidden).normal_(std=INIT_STD))
 
-    def forward(self, x: Float[Tensor, "tokens width"], routing: Routing) -> Float[Tensor, "tokens width"]:
+    def forward(
+        self, x: Float[Tensor, "tokens width"], routing: Routing, live: Bool[Tensor, " tokens"] | None = None
+    ) -> Float[Tensor, "tokens width"]:
+        """The sum over experts; tokens that are not `live` meet none, and nothing may be made of what they get."""
         dtype = autocast_dtype(x)
-        weights = tuple(weight.to(dtype) for weight in (self.gate, self.up, self.down))
-        return experts_form(routing, weights)(x.to(dtype), routing, *weights)
+        x, weights = x.to(dtype), tuple(weight.to(dtype) for weight in (self.gate, self.up, self.down))
+        if live is None:
+            return experts_form(routing, weights)(x, routing, *weights)
+        # How many are live is what a compiler cannot trace and a GPU would have to be waited for.
+        if x.device.type != "cpu" or torch.compiler.is_compiling():
+            return experts_by_group(x, routing, *weights, live=live)
+        rows = live.nonzero().flatten()
+        some = Routing(*(part.index_select(0, rows) for part in routing))
+        y = experts_form(some, weights)(x.index_select(0, rows), some, *weights)
+        return torch.zeros_like(x).index_copy(0, rows, y)
 
 
 def experts_form(routing: Routing, weights: tuple[Tensor, ...]) -> Callable[..., Tensor]:
@@ -117,19 +128,29 @@ def experts_form(routing: Routing, weights: tuple[Tensor, ...]) -> Callable[...,
     return experts_by_index if copied <= CACHED_NUMEL else experts_by_group
 
 
-def experts_by_group(x: Tensor, routing: Routing, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def experts_by_group(
+    x: Tensor, routing: Routing, gate: Tensor, up: Tensor, down: Tensor, *, live: Tensor | None = None
+) -> Tensor:
     """The tokens sorted by expert, so that each expert's matrix meets all of its tokens at once."""
     top_k = routing.indices.shape[1]
+    # An expert that does not exist sorts behind all others, and its rows are not multiplied.
+    chosen = routing.indices if live is None else routing.indices.masked_fill(~live.unsqueeze(-1), len(gate))
     # Many short keys sort 3x faster on a CPU.
-    experts, order = routing.indices.flatten().to(torch.int16).sort(stable=True)
+    experts, order = chosen.flatten().to(torch.int16).sort(stable=True)
     ids = torch.arange(len(gate), device=x.device, dtype=torch.int16)
     ends = torch.searchsorted(experts, ids, right=True, out_int32=True)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-    rows = take_rows(x, order, places, top_k)
-    hidden = F.silu(grouped_linear(rows, gate, ends)) * grouped_linear(rows, up, ends)
+    gone = None if live is None else (experts == len(gate)).unsqueeze(-1)
+
+    def clean(rows: Tensor) -> Tensor:
+        # Rows that are not multiplied are not written either, forward or backward.
+        return rows if gone is None else rows.masked_fill(gone, 0)
+
+    rows = clean(take_rows(x, order, places, top_k))
+    hidden = F.silu(clean(grouped_linear(rows, gate, ends))) * clean(grouped_linear(rows, up, ends))
     # Weighing the hidden rows equals weighing the outputs, and they are narrower.
     hidden = hidden * routing.weights.flatten().index_select(0, order).unsqueeze(-1).to(x.dtype)
-    return sum_rows(grouped_linear(hidden, down, ends), order, places, top_k)
+    return sum_rows(clean(grouped_linear(hidden, down, ends)), order, places, top_k)
 
 
 def experts_one_by_one(x: Tensor, routing: Routing, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -185,16 +206,22 @@ class MoE(nn.Module):
         self.register_buffer("bias", torch.zeros(visits, experts))
 
     def forward(
-        self, x: Float[Tensor, "batch length width"], visit: int | Int[Tensor, ""] = 0, *, stats: bool = True
+        self,
+        x: Float[Tensor, "batch length width"],
+        visit: int | Int[Tensor, ""] = 0,
+        *,
+        stats: bool = True,
+        live: Bool[Tensor, "batch length"] | None = None,
     ) -> tuple[Float[Tensor, "batch length width"], MoEStats | None]:
+        """The output and the stats; tokens that are not `live` meet no routed expert, and are counted nowhere."""
         batch, length, _ = x.shape
         flat = x.flatten(0, 1)
         routing = self.router(flat, visit_row(self.bias, visit))
-        y = self.experts(flat, routing).view(x.shape) + self.shared(x)
+        y = self.experts(flat, routing, None if live is None else live.flatten()).view(x.shape) + self.shared(x)
         if not stats:
             return y, None
-        counts = expert_counts(routing.indices.view(batch, -1), self.router.num_experts)
-        aux_loss = sequence_balance_loss(routing.scores.view(batch, length, -1), counts)
+        counts = expert_counts(routing.indices.view(batch, length, -1), self.router.num_experts, live)
+        aux_loss = sequence_balance_loss(routing.scores.view(batch, length, -1), counts, live)
         # The loads are returned, not accumulated: activation checkpointing runs this call twice and must count it once.
         return y, MoEStats(counts, aux_loss)
 
@@ -209,23 +236,33 @@ def visit_row(bias: Float[Tensor, "visits experts"], visit: int | Tensor) -> Flo
     return bias[min(visit, last)]
 
 
-def expert_counts(indices: Int[Tensor, "batch slots"], num_experts: int) -> Int[Tensor, "batch experts"]:
-    """How many slots of each sequence chose each expert."""
-    return indices.new_zeros(indices.shape[0], num_experts).scatter_add(1, indices, torch.ones_like(indices))
+def expert_counts(
+    indices: Int[Tensor, "batch length top_k"], num_experts: int, live: Bool[Tensor, "batch length"] | None = None
+) -> Int[Tensor, "batch experts"]:
+    """How many slots of each sequence, of its live tokens, chose each expert."""
+    ones = torch.ones_like(indices) if live is None else live.unsqueeze(-1).expand_as(indices).to(indices.dtype)
+    return indices.new_zeros(indices.shape[0], num_experts).scatter_add(1, indices.flatten(1), ones.flatten(1))
 
 
 def sequence_balance_loss(
-    scores: Float[Tensor, "batch length experts"], counts: Int[Tensor, "batch experts"]
+    scores: Float[Tensor, "batch length experts"],
+    counts: Int[Tensor, "batch experts"],
+    live: Bool[Tensor, "batch length"] | None = None,
 ) -> Float[Tensor, " batch"]:
-    """The balance loss of each sequence, without its coefficient; 1 when balanced.
+    """The balance loss of each sequence, of its live tokens, without its coefficient; 1 when balanced.
 
     L = sum_i f_i P_i,  f_i = E count_i / (k T),  P_i = mean_t s_{t,i} / sum_j s_{t,j}.
 
     Reference: DeepSeek-AI, "DeepSeek-V3", 2024, equations 17 to 20.
     """
     counts = counts.to(scores.dtype)
-    fraction = counts.shape[-1] * counts / counts.sum(-1, keepdim=True)
-    share = (scores / scores.sum(-1, keepdim=True).clamp_min(1e-20)).mean(1)
+    share = scores / scores.sum(-1, keepdim=True).clamp_min(1e-20)
+    if live is None:
+        fraction, share = counts.shape[-1] * counts / counts.sum(-1, keepdim=True), share.mean(1)
+    else:
+        inside = live.unsqueeze(-1).to(scores.dtype)
+        fraction = counts.shape[-1] * counts / counts.sum(-1, keepdim=True).clamp_min(1)
+        share = (share * inside).sum(1) / inside.sum(1).clamp_min(1)
     return (fraction * share).sum(-1)
 
 

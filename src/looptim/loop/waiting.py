@@ -1,0 +1,50 @@
+"""The state and the carry of tokens that take a step, and of those that do not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..base.numerics import wide
+from .rules import Carry, Rule, form, memory_for
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool
+
+
+def merge(
+    live: Bool[Tensor, "B ..."], now: tuple[Tensor, Carry], before: tuple[Tensor, Carry], rule: Rule
+) -> tuple[Tensor, Carry]:
+    """The new state and carry of the tokens that took a step of `rule`, those of before for the others."""
+    (Y, carry), (Y_before, carry_before) = now, before
+    # Where the step before was another rule's, a token that has not met this one is where it begins.
+    memory, lam = memory_for(rule, Y_before, carry_before), carry_before.lam
+    shapes = [leaf.shape for leaf in pytree.tree_leaves(carry.memory) if isinstance(leaf, Tensor) and leaf.dim()]
+    if form(memory) != form(carry.memory) or any(shape[: live.dim()] != Y.shape[: live.dim()] for shape in shapes):
+        raise ValueError(
+            f"the memory of {type(rule).__name__} cannot wait for a sequence or a token: `init` must make it in the "
+            f"form it has after a step, and the first axes of its tensors must be those of the state, (B, T)"
+        )
+    if form(lam) != form(carry.lam):
+        # Before the first step there is no decay, and so none that is a matrix.
+        lam = pytree.tree_map(torch.zeros_like, carry.lam)
+    mask = live.reshape(live.shape + (1,) * (4 - live.dim()))
+
+    def pick(mask: Tensor, new: Any, old: Any) -> Any:
+        return pytree.tree_map(lambda n, o: _where(mask, n, o, like=Y), new, old)
+
+    # Step sizes and decays broadcast against the state from the right, memories begin like it on the left.
+    carry = Carry(pick(mask, carry.eta, carry_before.eta), pick(mask, carry.lam, lam), pick(live, carry.memory, memory))
+    return pick(mask, Y, Y_before), carry
+
+
+def _where(mask: Bool[Tensor, "B ..."], new: Any, old: Any, *, like: Tensor) -> Any:
+    """`torch.where` for tensors and numbers; a number that differs becomes one per row of the mask."""
+    if not isinstance(new, Tensor):
+        if not isinstance(old, Tensor) and new == old:
+            return new
+        new = torch.tensor(new, dtype=wide(like).dtype, device=like.device)
+    return torch.where(mask.reshape(mask.shape + (1,) * ((new.dim() or 4) - mask.dim())), new, old)
