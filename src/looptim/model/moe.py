@@ -111,6 +111,8 @@ class Experts(nn.Module):
         if x.device.type != "cpu" or torch.compiler.is_compiling():
             return experts_by_group(x, routing, *weights, live=live)
         rows = live.nonzero().flatten()
+        if not len(rows):
+            return torch.zeros_like(x)
         some = Routing(*(part.index_select(0, rows) for part in routing))
         y = experts_form(some, weights)(x.index_select(0, rows), some, *weights)
         return torch.zeros_like(x).index_copy(0, rows, y)
