@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 def load(path: str | Path) -> tuple[LoopedLM, Tokenizer]:
     """The model, in eval mode, and the tokenizer of a run's last checkpoint, or of a folder that `export` wrote."""
     path, run = Path(path), RunDir(path)
-    last = run.latest()
-    if last is not None:
-        return _load_run(run, last)
+    if run.latest() is not None:
+        return _load_run(run)
     if (path / "config.json").is_file():
         return _load_export(path)
     if run.config_file.is_file():
@@ -32,10 +31,10 @@ def load(path: str | Path) -> tuple[LoopedLM, Tokenizer]:
     raise ValueError(f"{path} is neither a run nor an exported model; give a folder with config.toml or config.json")
 
 
-def _load_run(run: RunDir, last: Path) -> tuple[LoopedLM, Tokenizer]:
+def _load_run(run: RunDir) -> tuple[LoopedLM, Tokenizer]:
     config = run.config()
     model = LoopedLM(config.model, seed=config.train.seed)
-    checkpoint.load(last, model, None, World(0, 1, torch.device("cpu")))
+    checkpoint.load_latest(run, model, None, World(0, 1, torch.device("cpu")))
     return model.eval(), Tokenizer.load(run.tokenizer)
 
 

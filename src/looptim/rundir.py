@@ -143,6 +143,14 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
+class DamagedError(ValueError):
+    """A checkpoint that cannot be read, or is not as it was written."""
+
+    def __init__(self, checkpoint: Path, reason: str):
+        self.what = f"checkpoint {checkpoint} is damaged ({reason})"
+        super().__init__(f"{self.what}; bring it back from a copy, or delete it to begin anew")
+
+
 def read_record(checkpoint: Path) -> dict[str, Any]:
     """What a checkpoint says of itself: step, config, versions, data."""
     try:
@@ -150,15 +158,8 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
         if not isinstance(record, dict) or not record.keys() >= {"step", "data"}:
             raise ValueError("it has no step or no data")
     except ValueError as error:
-        raise damaged(checkpoint, f"{RECORD}: {error}") from None
+        raise DamagedError(checkpoint, f"{RECORD}: {error}") from None
     return record
-
-
-def damaged(checkpoint: Path, reason: str) -> ValueError:
-    """The error of a checkpoint that cannot be read, which says what is left without it."""
-    others = [other.name for other in RunDir(checkpoint.parents[1]).checkpoints() if other != checkpoint]
-    way_out = f"delete it, and {others[-1]} is used instead" if others else "delete it to begin anew"
-    return ValueError(f"checkpoint {checkpoint} is damaged ({reason}); {way_out}")
 
 
 @final

@@ -4,37 +4,39 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.optim import Optimizer
 
-from ..base.files import remove_whole, whole_folder, write_whole
+from ..base.files import remove_whole, whole_folder
 from ..model import LoopedLM
-from ..rundir import RECORD, RunDir, damaged, read_record, step_of
+from ..rundir import RECORD, DamagedError, RunDir, read_record, step_of
 from .distributed import World
+from .optim import MuonAdamW
+from .pickled import PICKLE, PickledReader
+from .storage import TensorReader, TensorWriter, check_digests, read_digests
 
 # A single process is what we want, and DCP would warn of it at every save and load.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
-def save(run: RunDir, step: int, model: LoopedLM, optimizer: Optimizer, record: dict[str, Any], world: World) -> Path:
+def save(run: RunDir, step: int, model: LoopedLM, optimizer: MuonAdamW, record: dict[str, Any], world: World) -> Path:
     """Write the checkpoint of `step` (updates done), so that a crash at any instant leaves it whole or not there."""
     final = run.checkpoint(step)
     # All processes write into one folder; only one run at a time writes here.
     aside = final.with_name(f".{final.name}.partial")
+    writer = TensorWriter(aside, {RECORD: json.dumps({**record, "step": step}, indent=2)})
     try:
         with whole_folder(final, replace=True, aside=aside) if world.first else nullcontext():
             world.wait()
-            weights, state = get_state_dict(model, optimizer)
-            dcp.save({"model": weights, "optimizer": state}, checkpoint_id=str(aside), no_dist=world.size == 1)
-            if world.first:
-                write_whole(aside / RECORD, json.dumps({**record, "step": step}, indent=2))
+            dcp.save(_tensors(model, optimizer), storage_writer=writer, no_dist=world.size == 1)
     except (Exception, CheckpointException) as error:
         if isinstance(_inner(error), KeyboardInterrupt):
             raise KeyboardInterrupt from None
@@ -45,31 +47,75 @@ def save(run: RunDir, step: int, model: LoopedLM, optimizer: Optimizer, record: 
     return final
 
 
-def load(path: Path, model: LoopedLM, optimizer: Optimizer | None, world: World) -> dict[str, Any]:
+def load_latest(run: RunDir, model: LoopedLM, optimizer: MuonAdamW | None, world: World) -> dict[str, Any] | None:
+    """Load the newest checkpoint that is not damaged, after saying which are; its record, None where there is none."""
+    paths = run.checkpoints()[::-1]
+    for path, before in zip(paths, [*paths[1:], None], strict=False):
+        try:
+            return load(path, model, optimizer, world)
+        except DamagedError as error:
+            if before is None:
+                raise
+            if world.first:
+                print(f"{error.what}; {before.name} is used instead", file=sys.stderr, flush=True)
+    return None
+
+
+def load(path: Path, model: LoopedLM, optimizer: MuonAdamW | None, world: World) -> dict[str, Any]:
     """Fill the model, and the optimizer if given, from a checkpoint, however many processes wrote it."""
+    target = _tensors(model, optimizer)
+    old = (path / PICKLE).is_file()
+    reader = PickledReader(path) if old else TensorReader(path)
+    problem = None if old else _problem(path, weights_only=optimizer is None, world=world)
+    if problem is not None:
+        raise DamagedError(path, problem)
     record = read_record(path)
-    metadata = path / ".metadata"
-    # Where it is missing, DCP would print the tracebacks of two attempts to read it.
-    if not metadata.is_file() or not metadata.stat().st_size:
-        raise damaged(path, f"{metadata.name} is missing or empty")
-    weights, state = get_state_dict(model, optimizer if optimizer is not None else ())
-    target = {"model": weights, "optimizer": state} if optimizer is not None else {"model": weights}
+    _check_names(path, reader, target)
     try:
-        dcp.load(target, checkpoint_id=str(path), no_dist=world.size == 1)
+        dcp.load(target, storage_reader=reader, no_dist=world.size == 1)
     except (Exception, CheckpointException) as error:
         cause = _inner(error)
-        if isinstance(cause, (ValueError, RuntimeError)) and (
-            "ize mismatch" in str(cause) or "Missing key" in str(cause)
-        ):
+        if isinstance(cause, ValueError) and "ize mismatch" in str(cause):
             raise ValueError(f"checkpoint {path} does not fit the model of this config: {_cause(error)}") from error
-        raise damaged(path, _cause(error)) from error
-    set_state_dict(
-        model,
-        optimizer if optimizer is not None else (),
-        model_state_dict=weights,
-        optim_state_dict=state if optimizer is not None else {},
-    )
+        raise DamagedError(path, _cause(error)) from error
     return record
+
+
+def _tensors(model: LoopedLM, optimizer: MuonAdamW | None) -> dict[str, Tensor]:
+    """All that a checkpoint holds, by name: written from here, and read into it. Settings are the config's."""
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    if optimizer is not None:
+        optimizer.prepare()
+        for name, parameter in model.named_parameters():
+            state = optimizer.state.get(parameter, {})
+            tensors |= {f"optimizer.state.{name}.{key}": tensor for key, tensor in state.items()}
+    return tensors
+
+
+def _problem(path: Path, *, weights_only: bool, world: World) -> str | None:
+    """What is wrong with the files of a checkpoint, of which every process reads its share."""
+    try:
+        names = [name for name in sorted(read_digests(path)) if not (weights_only and name.startswith("optimizer"))]
+        check_digests(path, names[world.rank :: world.size])
+        problem = None
+    except (OSError, ValueError) as error:
+        problem = _cause(error)
+    return next((each for each in world.gather(problem) if each is not None), None)
+
+
+def _check_names(path: Path, reader: StorageReader, target: dict[str, Tensor]) -> None:
+    """That a checkpoint has the tensors that are asked for and, of a model, no others."""
+    try:
+        there = reader.read_metadata().state_dict_metadata.keys()
+    except Exception as error:
+        # What can be in a file that somebody else wrote has no end.
+        raise DamagedError(path, _cause(error)) from error
+    for which, names in (
+        ("has no", target.keys() - there),
+        ("has, beyond it,", {name for name in there - target.keys() if name.startswith("model.")}),
+    ):
+        if names:
+            raise ValueError(f"checkpoint {path} does not fit the model of this config: it {which} {min(names)}")
 
 
 def prune(run: RunDir, *, keep_last: int, keep_every: int | None) -> None:

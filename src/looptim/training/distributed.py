@@ -8,7 +8,7 @@ import datetime
 import functools
 import os
 from collections.abc import Callable
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,14 @@ class World:
             value = value.clone()
             dist.all_reduce(value)
         return value
+
+    def gather(self, value: T) -> list[T]:
+        """What every process gives, in their order."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.waiting)
+        return values
 
     def wait(self) -> None:
         """Until all processes are here."""

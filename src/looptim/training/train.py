@@ -154,14 +154,9 @@ def _introduce(run: TrainingState) -> None:
 
 def _restore(run: TrainingState) -> int:
     """Load the last complete checkpoint, if there is one; the number of updates done."""
-    path = run.folder.latest()
-    if path is None:
+    record = checkpoint.load_latest(run.folder, run.model, run.optimizer, run.world)
+    if record is None:
         return 0
-    decays = [group["weight_decay"] for group in run.optimizer.param_groups]
-    record = checkpoint.load(path, run.model, run.optimizer, run.world)
-    # The decays are the config's, which --force may have changed; the rate is set at every update.
-    for group, decay in zip(run.optimizer.param_groups, decays, strict=True):
-        group["weight_decay"] = decay
     if text_of(record["data"]) != text_of(run.data.fingerprint):
         raise ValueError(
             f"the data of {run.folder.path} has changed since its checkpoint; give it the same data, or a new --out"

@@ -72,10 +72,8 @@ class MuonAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.prepare()
         for group in self.param_groups:
-            # Parameters without a gradient get a state too, so that every checkpoint of a model has the same tensors.
-            for p in group["params"]:
-                self._begin(p, group)
             parameters = [p for p in group["params"] if p.grad is not None]
             if group["kind"] == "muon":
                 for batch in equal_shapes(parameters):
@@ -84,16 +82,18 @@ class MuonAdamW(Optimizer):
                 self._adamw(parameters, group)
         return loss
 
-    def _begin(self, p: Tensor, group: dict[str, Any]) -> None:
-        """Make a parameter's state, where it has none."""
-        state = self.state[p]
-        if state:
-            return
-        if group["kind"] == "muon":
-            state["momentum_buffer"] = torch.zeros_like(p)
-        else:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+    def prepare(self) -> None:
+        """Make the state of the parameters that have none, also without a gradient: it is then in every checkpoint."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if state:
+                    continue
+                if group["kind"] == "muon":
+                    state["momentum_buffer"] = torch.zeros_like(p)
+                else:
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
 
     def _muon(self, batch: list[Tensor], group: dict[str, Any]) -> None:
         lr, beta = group["lr"], group["momentum"]
