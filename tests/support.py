@@ -1,6 +1,7 @@
 """What several test modules share: the command line as a process, a tiny recipe, the losses of a run."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,3 +44,15 @@ def losses(run, key="loss") -> dict[int, float]:
     """The numbers called `key` that a run logged, by step."""
     lines = map(json.loads, (Path(run) / "metrics.jsonl").read_text().splitlines())
     return {line["step"]: line[key] for line in lines if key in line}
+
+
+def run_training(processes, recipe, out, *extra):
+    """`looptim train` as a user starts it, on this many processes."""
+    launch = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
+        if processes > 1
+        else ["-m"]
+    )
+    command = [sys.executable, *launch, "looptim", "train", str(recipe), "--out", str(out), "--no-export", *extra]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)

@@ -219,7 +219,7 @@ class TrainConfig(Strict):
     seq_len: int = Field(4096, ge=1)
     batch_size: int = Field(1024, ge=1, description="Sequences per update, over all processes.")
     micro_batch: int | None = Field(None, ge=1, description="Sequences per forward and process; all by default.")
-    dtype: Literal["fp32", "bf16"] = Field("fp32", description="bf16 runs under autocast with fp32 weights.")
+    dtype: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast, weights in fp32.")
     compile: bool = Field(False, description="Compile the blocks.")
     activation_checkpointing: bool = Field(False, description="Recompute each block in the backward.")
     loops: LoopSampling = LoopSampling()
@@ -260,6 +260,14 @@ class DataConfig(Strict):
         return self
 
 
+class ParallelConfig(Strict):
+    """How processes share a model, whatever their number: all have rows of the batch; the results do not change."""
+
+    replicate: int = Field(1, ge=1, description="Copies of the model; nodes, to gather parameters inside a node only.")
+    shard: int | None = Field(None, ge=1, description="Processes that share a copy; by default all there are for one.")
+    expert: int = Field(1, ge=1, description="Of those, neighbors that share the experts; tokens travel to them.")
+
+
 class Config(Strict):
     """A whole recipe."""
 
@@ -267,6 +275,7 @@ class Config(Strict):
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
+    parallel: ParallelConfig = ParallelConfig()
 
     @model_validator(mode="after")
     def _numbers_fit_together(self) -> Config:
@@ -281,6 +290,10 @@ class Config(Strict):
         if self.train.loops.scheme == "parcae" and self.model.balance == "per_visit":
             # Sequences end together, so that the first visit of one is a later visit of another.
             raise ValueError("train.loops.scheme = 'parcae' needs model.balance = 'pooled', not 'per_visit'")
+        if self.model.experts % self.parallel.expert:
+            raise ValueError(
+                f"model.experts ({self.model.experts}) must be a multiple of parallel.expert ({self.parallel.expert})"
+            )
         sampled = self.train.loops.scheme != "fixed" or self.train.loops.grad_loops is not None
         if sampled and all(segment.loops is None for segment in self.model.segments):
             raise ValueError(f"train.loops needs a loop, and model.layout ({self.model.layout}) has none")

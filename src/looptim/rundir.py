@@ -117,8 +117,8 @@ class RunDir:
 
 
 def difference(old: Config, new: Config) -> list[str]:
-    """What differs between two configs, as `key: old -> new`."""
-    before, after = flat(old.model_dump()), flat(new.model_dump())
+    """What differs between two configs, as `key: old -> new`; how processes share the work changes no result."""
+    before, after = (flat(config.model_dump(exclude={"parallel"})) for config in (old, new))
     keys = sorted(before.keys() | after.keys())
     return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if before.get(k) != after.get(k)]
 

@@ -9,22 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import config, losses
+from support import config, losses, run_training
 
 import looptim as lo
-from looptim.training import distributed
-
-
-def run_training(processes, recipe, out, *extra):
-    """`looptim train` as a user starts it, on this many processes."""
-    launch = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
-        if processes > 1
-        else ["-m"]
-    )
-    command = [sys.executable, *launch, "looptim", "train", str(recipe), "--out", str(out), "--no-export", *extra]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+from looptim.training import mesh
+from looptim.training.distributed import World
 
 
 @pytest.fixture(scope="module")
@@ -123,20 +112,21 @@ def test_a_block_is_sharded_before_the_next_is_built(monkeypatch):
     def held():
         return sum(p.numel() for p in gc.get_objects() if type(p) is torch.nn.Parameter)
 
-    def shard(module, **options):
+    def shard(modules, *_, **options):
         found.append(held() - before)
-        for p in module.parameters():
+        for p in modules[0].parameters():
             p.data = p.new_empty(0)
 
-    model = config(model={"layout": "6", "loop": {"preset": "none"}, "dense_layers": 0}).model
+    recipe = config(model={"layout": "6", "loop": {"preset": "none"}, "dense_layers": 0})
     gc.collect()
     found, before = [], held()
-    whole = lo.LoopedLM(model)
+    whole = lo.LoopedLM(recipe.model)
     size, block = held() - before, sum(p.numel() for p in whole.blocks[0].parameters())
     del whole
-    monkeypatch.setattr(distributed, "fully_shard", shard)
-    monkeypatch.setattr(distributed, "register_fsdp_forward_method", lambda *_: None)
-    distributed.build(model, distributed.World(0, 2, torch.device("cpu")), seed=0)
+    monkeypatch.setattr(mesh, "_dense_mesh", lambda *_: "a mesh")
+    monkeypatch.setattr(mesh, "_shard", shard)
+    monkeypatch.setattr(mesh, "register_fsdp_forward_method", lambda *_: None)
+    mesh.build(recipe, World(0, 2, torch.device("cpu")))
     assert len(found) == 7
     assert max(found) <= size - 5 * block
 

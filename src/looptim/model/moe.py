@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base.numerics import autocast_dtype, full_precision
+from .exchange import Exchange, Stay
 from .grouped import grouped_linear, sum_rows, take_rows
 
 if TYPE_CHECKING:
@@ -87,7 +88,8 @@ class Experts(nn.Module):
 
     y_n = sum_{i in K_n} weights_{n,i} down_i(silu(gate_i x_n) * up_i x_n).
 
-    gate, up and down stay separate parameters so that Muon orthogonalizes each expert's matrices one by one.
+    gate, up and down stay separate parameters so that Muon orthogonalizes each expert's matrices one by one. Where
+    experts live on several processes, `exchange` brings the rows there and back.
     """
 
     def __init__(self, width: int, *, experts: int, hidden: int) -> None:
@@ -98,13 +100,19 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(experts, hidden, width).normal_(std=INIT_STD))
         self.up = nn.Parameter(torch.empty(experts, hidden, width).normal_(std=INIT_STD))
         self.down = nn.Parameter(torch.empty(experts, width, hidden).normal_(std=INIT_STD))
+        self.exchange: Exchange | None = None
 
     def forward(
         self, x: Float[Tensor, "tokens width"], routing: Routing, live: Bool[Tensor, " tokens"] | None = None
     ) -> Float[Tensor, "tokens width"]:
         """The sum over experts; tokens that are not `live` meet none, and nothing may be made of what they get."""
         dtype = autocast_dtype(x)
-        x, weights = x.to(dtype), tuple(weight.to(dtype) for weight in (self.gate, self.up, self.down))
+        x, weights = x.to(dtype), (self.gate, self.up, self.down)
+        if self.exchange is not None:
+            # Tokens that are not live travel with the others: what they cost is less than to ask how many there are.
+            own = (self.exchange.own(weight).to(dtype) for weight in weights)
+            return experts_by_group(x, routing, *own, exchange=self.exchange)
+        weights = tuple(weight.to(dtype) for weight in weights)
         if live is None:
             return experts_form(routing, weights)(x, routing, *weights)
         # How many are live is what a compiler cannot trace and a GPU would have to be waited for.
@@ -131,28 +139,37 @@ def experts_form(routing: Routing, weights: tuple[Tensor, ...]) -> Callable[...,
 
 
 def experts_by_group(
-    x: Tensor, routing: Routing, gate: Tensor, up: Tensor, down: Tensor, *, live: Tensor | None = None
+    x: Tensor,
+    routing: Routing,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *,
+    live: Tensor | None = None,
+    exchange: Exchange | None = None,
 ) -> Tensor:
-    """The tokens sorted by expert, so that each expert's matrix meets all of its tokens at once."""
+    """The tokens sorted by expert, so that each expert's matrix meets all of its tokens at once, where it lives."""
     top_k = routing.indices.shape[1]
     # An expert that does not exist sorts behind all others, and its rows are not multiplied.
     chosen = routing.indices if live is None else routing.indices.masked_fill(~live.unsqueeze(-1), len(gate))
     # Many short keys sort 3x faster on a CPU.
     experts, order = chosen.flatten().to(torch.int16).sort(stable=True)
-    ids = torch.arange(len(gate), device=x.device, dtype=torch.int16)
+    num_experts = len(gate) if exchange is None else exchange.num_experts
+    ids = torch.arange(num_experts, device=x.device, dtype=torch.int16)
     ends = torch.searchsorted(experts, ids, right=True, out_int32=True)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    trip = Stay(ends) if exchange is None else exchange.trip(ends)
     gone = None if live is None else (experts == len(gate)).unsqueeze(-1)
 
     def clean(rows: Tensor) -> Tensor:
         # Rows that are not multiplied are not written either, forward or backward.
         return rows if gone is None else rows.masked_fill(gone, 0)
 
-    rows = clean(take_rows(x, order, places, top_k))
-    hidden = F.silu(clean(grouped_linear(rows, gate, ends))) * clean(grouped_linear(rows, up, ends))
+    rows = trip.there(clean(take_rows(x, order, places, top_k)))
+    hidden = F.silu(clean(grouped_linear(rows, gate, trip.ends))) * clean(grouped_linear(rows, up, trip.ends))
     # Weighing the hidden rows equals weighing the outputs, and they are narrower.
-    hidden = hidden * routing.weights.flatten().index_select(0, order).unsqueeze(-1).to(x.dtype)
-    return sum_rows(clean(grouped_linear(hidden, down, ends)), order, places, top_k)
+    hidden = hidden * trip.there(routing.weights.flatten().index_select(0, order).unsqueeze(-1).to(x.dtype))
+    return sum_rows(trip.back(clean(grouped_linear(hidden, down, trip.ends))), order, places, top_k)
 
 
 def experts_one_by_one(x: Tensor, routing: Routing, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:

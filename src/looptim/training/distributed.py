@@ -1,4 +1,4 @@
-"""One process or many: the same training code, with FSDP2 around the model where there are several processes."""
+"""One process or many: who this one is, and what all of them do together."""
 
 from __future__ import annotations
 
@@ -13,10 +13,6 @@ from typing import Any, TypeVar, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-
-from ..config import ModelConfig
-from ..model import Block, Layout, LoopedLM
 
 T = TypeVar("T")
 
@@ -122,30 +118,3 @@ def _waiting_group() -> dist.ProcessGroup:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def build(config: ModelConfig, world: World, *, seed: int) -> LoopedLM:
-    """The model on this process's device, or this process's shard of it, sharded block by block as it is built.
-
-    So no process holds more of it at once than its shard, a block or two, and what is in no block: embedding, head and
-    loops. A looped block is needed again at once, so it is not resharded after its forward; a plain one is.
-    """
-
-    visits = Layout.of(config).visits
-
-    def place(block: Block, index: int) -> None:
-        block.to(world.device)
-        if world.size > 1:
-            fully_shard(block, reshard_after_forward=visits[index] == 1)
-
-    model = LoopedLM(config, seed=seed, place=place).to(world.device)
-    if world.size > 1:
-        fully_shard(model)
-        register_fsdp_forward_method(model, "loss")
-    return model
-
-
-def synchronize_gradients(model: LoopedLM, last: bool) -> None:
-    """Reduce gradients over processes only in the last of several backwards that accumulate."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)

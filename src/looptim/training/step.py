@@ -16,8 +16,8 @@ from ..loop import Depth, Loop, trace
 from ..loop.depth import Fixed, PerSequence
 from ..model import IGNORE, LoopedLM, MoE, Output, balance_update
 from ..rundir import RunDir
-from . import distributed
 from .distributed import World
+from .mesh import synchronize_gradients
 from .optim import MuonAdamW, clip_gradients, learning_rate, set_rate
 
 
@@ -73,15 +73,15 @@ def _accumulate(run: TrainingState, batch: Batch, step: int) -> tuple[float, dic
     first = world.rows(settings.batch_size).start
     pieces = _pieces(run, batch)
     for index, piece in enumerate(pieces):
-        distributed.synchronize_gradients(run.model, last=index == len(pieces) - 1)
+        synchronize_gradients(run.model, last=index == len(pieces) - 1)
         rows = len(piece.tokens)
         depth = sample_loops(run.config, step, slice(first, first + rows))
         first += rows
         out = _loss(run, piece, depth=depth, grad_loops=settings.loops.grad_loops)
-        # Every target of the global batch counts the same, wherever it fell; FSDP then averages over processes.
+        # Every target of the global batch counts the same, wherever it fell; FSDP then adds up over processes.
         share = (piece.targets != IGNORE).sum() / total_targets
         auxiliary = (out.loss - out.cross_entropy) * (rows / settings.batch_size)
-        (world.size * (share * out.cross_entropy + auxiliary)).backward()
+        (share * out.cross_entropy + auxiliary).backward()
         loss += share * out.cross_entropy.detach()
         for name, load in out.loads.items():
             loads[name] = loads[name] + load if name in loads else load

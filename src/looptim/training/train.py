@@ -25,6 +25,7 @@ from ..rundir import RunDir
 from . import checkpoint, distributed
 from .amx import guard_bf16
 from .distributed import World
+from .mesh import Sizes, build
 from .metrics import RunLog, environment
 from .optim import MuonAdamW, describe_groups, parameter_groups
 from .sinks import check_sinks
@@ -43,6 +44,7 @@ def train(config: Config, out: str | Path, *, resume: bool = False, force: bool 
     world = distributed.start()
 
     def check() -> None:
+        Sizes.of(config.parallel, world.size)
         world.rows(config.train.batch_size)
         check_sinks(config.train.track)
         folder.check(config, resume=resume, force=force)
@@ -94,7 +96,7 @@ def _open_together(config: Config, world: World, *, progress: bool) -> Dataset:
 
 def _prepare(config: Config, folder: RunDir, world: World, data: Dataset) -> TrainingState:
     """Build everything; nothing is written."""
-    model = distributed.build(config.model, world, seed=config.train.seed)
+    model = build(config, world)
     model.checkpointing = config.train.activation_checkpointing
     if config.train.compile:
         model.compile_blocks()

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
@@ -27,7 +27,8 @@ class MuonAdamW(Optimizer):
     Muon: M <- 0.95 M + g,  U = g + 0.95 M,  p <- (1 - lr wd) p - lr 0.18 sqrt(max(m, n)) polar(U) for each m x n matrix
     in the last two axes of p, so that an update has the RMS 0.18 lr. AdamW: betas 0.9 and 0.95, eps 1e-8.
 
-    Sharded parameters (DTensors) are welcome: every matrix is put together on one rank and orthogonalized there.
+    Sharded parameters (DTensors) are welcome: every matrix is put together on one rank and orthogonalized there, and
+    experts where they live.
 
     Reference: Jordan et al., "Muon", 2024; Liu et al., "Muon is Scalable for LLM Training", 2025; Loshchilov and
     Hutter, "Decoupled Weight Decay Regularization", 2019.
@@ -139,33 +140,55 @@ def equal_shapes(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         sharding = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
         alike.setdefault((p.shape, p.dtype, p.device, sharding), []).append(p)
     for batch in alike.values():
-        ranks = batch[0].device_mesh.size() if isinstance(batch[0], DTensor) else 1
-        count = max(ranks, ranks * BATCHED_NUMEL // max(1, batch[0].numel()))
+        count = max(1, BATCHED_NUMEL * num_shards(batch[0]) // max(1, batch[0].numel()))
+        # Of matrices that are put together each rank should have one.
+        count = max(count, num_shards(batch[0]))
         yield from (batch[i : i + count] for i in range(0, len(batch), count))
 
 
+def num_shards(p: Tensor) -> int:
+    """Over how many ranks a parameter is sharded."""
+    if not isinstance(p, DTensor):
+        return 1
+    sides = zip(p.placements, p.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sides if not isinstance(placement, Replicate))
+
+
 def orthogonalize(updates: Sequence[Tensor], *, like: Tensor, steps: int) -> Sequence[Tensor]:
-    """The polar factors of `updates`, a rank's parts of tensors that are shaped and sharded like `like`."""
+    """The polar factors of `updates`, a rank's parts of tensors that are shaped and sharded like `like`.
+
+    Ranks with rows of the same matrices, or with copies of the same, share the work: each takes some, whole, and hands
+    the factors back. Experts that are sharded over experts are whole where they are, and stay there.
+    """
     stacked = torch.stack(tuple(updates))
-    if not isinstance(like, DTensor) or not splits_matrices(like):
+    if not isinstance(like, DTensor):
         return polar_express(stacked, steps).unbind()
-    shape = torch.Size((len(updates), *like.shape))
+    mesh, sides = like.device_mesh, [i for i, p in enumerate(like.placements) if shares_matrices(p, like.ndim)]
+    if not sides:
+        return polar_express(stacked, steps).unbind()
+    if len(sides) == mesh.ndim:
+        shape, placements = torch.Size((len(updates), *like.shape)), like.placements
+    else:
+        # Of whole matrices here there may be copies elsewhere, to be shared out one by one.
+        assert mesh.mesh_dim_names is not None and all(isinstance(like.placements[i], Replicate) for i in sides)
+        mesh, placements = mesh[tuple(mesh.mesh_dim_names[i] for i in sides)], [Replicate()] * len(sides)
+        stacked = stacked.flatten(0, -3)
+        shape = stacked.shape
     wrap = functools.partial(
         DTensor.from_local,
-        device_mesh=like.device_mesh,
+        device_mesh=mesh,
         run_check=False,
         shape=shape,
         stride=torch.empty(shape, device="meta").stride(),
     )
-    in_parts = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in like.placements]
+    in_parts = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in placements]
     # An all-to-all turns some rows of all matrices into all rows of some: each rank then works on whole matrices.
-    whole = wrap(stacked, placements=in_parts).redistribute(
-        placements=[Shard(0) if isinstance(p, Shard) else p for p in in_parts]
-    )
+    whole = wrap(stacked, placements=in_parts).redistribute(placements=[Shard(0)] * mesh.ndim)
     polar = polar_express(whole.to_local(), steps).contiguous()
-    return wrap(polar, placements=whole.placements).redistribute(placements=in_parts).to_local().unbind()
+    parts = wrap(polar, placements=whole.placements).redistribute(placements=in_parts).to_local()
+    return parts.view(len(updates), *updates[0].shape).unbind()
 
 
-def splits_matrices(p: DTensor) -> bool:
-    """Whether a rank holds parts of matrices; experts sharded over experts are whole."""
-    return any(isinstance(placement, Shard) and placement.dim >= p.ndim - 2 for placement in p.placements)
+def shares_matrices(placement: Placement, ndim: int) -> bool:
+    """Whether ranks along a side of the mesh have parts of the same matrices, or copies of them."""
+    return isinstance(placement, Replicate) or (isinstance(placement, Shard) and placement.dim >= ndim - 2)

@@ -1,0 +1,130 @@
+"""How processes share a model: a mesh of copies, shards and experts, and FSDP2 on it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from ..config import Config, ParallelConfig
+from ..model import Block, Experts, Layout, LoopedLM, MoE, RMSNorm, Router
+from .distributed import World
+from .exchange import AllToAll
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sides of a mesh: `replicate` copies of `shard` processes, of which each `expert` neighbors share experts."""
+
+    replicate: int
+    shard: int
+    expert: int
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, processes: int) -> Sizes:
+        """What the recipe asks for, on this many processes.
+
+        >>> Sizes.of(ParallelConfig(replicate=2, expert=2), 8)
+        Sizes(replicate=2, shard=4, expert=2)
+        """
+        replicate, expert = parallel.replicate, parallel.expert
+        shard = processes // replicate if parallel.shard is None else parallel.shard
+        if replicate * shard != processes:
+            asked = f"parallel.replicate ({replicate})" + ("" if parallel.shard is None else f" x shard ({shard})")
+            raise ValueError(f"{asked} does not make {processes} processes; change it, or start another number of them")
+        if shard % expert:
+            raise ValueError(
+                f"parallel.expert ({expert}) must divide the {shard} processes that share a copy of the model "
+                f"({processes} processes, parallel.replicate {replicate}); change one of them"
+            )
+        return cls(replicate, shard, expert)
+
+
+def build(config: Config, world: World) -> LoopedLM:
+    """The model on this process's device, or this process's shard of it, sharded block by block as it is built.
+
+    So no process holds more of it at once than its shard, a block or two, and what is in no block: embedding, head and
+    loops. A looped block is not resharded after its forward; a plain one is. In bf16 the matrices of blocks are rounded
+    before they are gathered, as autocast would after; norms, routers, transitions, embedding and head are fp32.
+    """
+    sizes = Sizes.of(config.parallel, world.size)
+    visits = Layout.of(config.model).visits
+    mesh = _dense_mesh(sizes, world) if world.size > 1 else None
+    experts_mesh = _experts_mesh(sizes, world) if sizes.expert > 1 else None
+
+    narrow = config.train.dtype == "bf16"
+
+    def place(block: Block, index: int) -> None:
+        block.to(world.device)
+        if mesh is None:
+            return
+        # What is looped is needed again at once.
+        reshard = visits[index] == 1
+        if experts_mesh is not None and isinstance(block.feedforward, MoE):
+            _spread(block.feedforward.experts, experts_mesh, reshard=reshard, narrow=narrow)
+        if narrow:
+            exact = [module for module in block.modules() if isinstance(module, RMSNorm | Router)]
+            _shard(exact, mesh, reshard=reshard)
+        _shard([block], mesh, reshard=reshard, narrow=narrow)
+
+    model = LoopedLM(config.model, seed=config.train.seed, place=place).to(world.device)
+    if mesh is not None:
+        _shard([model], mesh)
+        register_fsdp_forward_method(model, "loss")
+    return model
+
+
+def _dense_mesh(sizes: Sizes, world: World) -> DeviceMesh:
+    """Where all but spread experts are: each copy sharded over its processes."""
+    if sizes.replicate == 1:
+        return init_device_mesh(world.device.type, (sizes.shard,), mesh_dim_names=("shard",))
+    return init_device_mesh(world.device.type, (sizes.replicate, sizes.shard), mesh_dim_names=("replicate", "shard"))
+
+
+def _experts_mesh(sizes: Sizes, world: World) -> DeviceMesh:
+    """Neighbors share the experts, so that tokens travel inside a node; what is left of a copy shards each share."""
+    mesh = init_device_mesh(
+        world.device.type,
+        (sizes.replicate, sizes.shard // sizes.expert, sizes.expert),
+        mesh_dim_names=("replicate", "shard", "expert"),
+    )
+    # With a group for both sides at once, torch adds up the norm of gradients in one go.
+    mesh["shard", "expert"]._flatten("copy")
+    return mesh
+
+
+def _spread(experts: Experts, mesh: DeviceMesh, *, reshard: bool, narrow: bool) -> None:
+    """Give each process of the mesh's last side its experts, and shard those over the other sides."""
+    group = mesh["expert"]
+    for name, parameter in list(experts.named_parameters()):
+        # Every process has drawn all of them and keeps its own.
+        mine = distribute_tensor(parameter.data, group, [Shard(0)], src_data_rank=None)
+        experts.register_parameter(name, nn.Parameter(mine))
+    experts.exchange = AllToAll(group.get_group(), experts.gate.shape[0])
+    rest = mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
+    _shard([experts], rest, reshard=reshard, narrow=narrow)
+
+
+def _shard(
+    modules: Sequence[nn.Module], mesh: DeviceMesh, *, reshard: bool | None = None, narrow: bool = False
+) -> None:
+    """Shard what is not sharded yet, as one; gradients are added up: a loss is a share of that of all processes."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, None, False) if narrow else MixedPrecisionPolicy()
+    fully_shard(list(modules), mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    first = modules[0]
+    assert isinstance(first, FSDPModule)
+    first.set_gradient_divide_factor(1.0)
+    first.set_force_sum_reduction_for_comms(True)
+
+
+def synchronize_gradients(model: LoopedLM, last: bool) -> None:
+    """Reduce gradients over processes only in the last of several backwards that accumulate."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
