@@ -266,6 +266,9 @@ def evaluate(
     allow_code: Annotated[
         bool, typer.Option("--allow-code", help="Let HumanEval execute what the model writes; see docs/evaluation.md.")
     ] = False,
+    unisolated: Annotated[
+        bool, typer.Option("--unisolated", help="With --allow-code, execute it even where nothing can contain it.")
+    ] = False,
     out: Annotated[str | None, typer.Option(metavar="DIR", help="Where results go; RUN/eval by default.")] = None,
     json: Json = False,
 ) -> None:
@@ -273,6 +276,8 @@ def evaluate(
     import looptim
     from looptim.rundir import RunDir
 
+    if unisolated and not allow_code:
+        raise ValueError("--unisolated is about executing code; give --allow-code too")
     names = None if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()]
     answer = looptim.evaluate(
         run,
@@ -281,7 +286,7 @@ def evaluate(
         limit=limit,
         batch_size=batch_size,
         loops=loops,
-        allow_code=allow_code,
+        allow_code="unisolated" if unisolated else allow_code,
         out=out,
     )
     if json:

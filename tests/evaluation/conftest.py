@@ -36,6 +36,22 @@ def prepare(folder, names=None):
 
 
 @pytest.fixture(scope="session")
+def solutions():
+    """The programs of a data set of code with their tests: those that solve a problem, and those that do not."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+
+    def read(name):
+        if not SHARED.is_dir():
+            pytest.skip(f"needs the benchmarks in {SHARED}; LOOPTIM_BENCHMARKS names another folder")
+        rows = parquet.read_table(next((SHARED / "hub" / name).rglob("*.parquet"))).to_pylist()
+        tests = [f"{row['test']}\ncheck({row['entry_point']})" for row in rows]
+        right = [row["prompt"] + row["canonical_solution"] for row in rows]
+        return right, [row["prompt"] + "    return None\n" for row in rows], tests
+
+    return read
+
+
+@pytest.fixture(scope="session")
 def few(tmp_path_factory):
     """A cache of a few data sets, which is quick to make."""
     return prepare(tmp_path_factory.mktemp("few"), (*FEW, *CODE))

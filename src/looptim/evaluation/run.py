@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -26,6 +26,7 @@ from . import offline
 from . import tasks as reasoning
 from .answers import Answers
 from .averages import averages, scores
+from .sandbox import check_isolation, uncontained
 from .suites import CODE, choose, refusal
 
 if TYPE_CHECKING:
@@ -58,20 +59,21 @@ def evaluate(
     limit: int | None = None,
     batch_size: int = 16,
     loops: int | None = None,
-    allow_code: bool = False,
+    allow_code: bool | Literal["unisolated"] = False,
     out: str | Path | None = None,
     quiet: bool = False,
 ) -> dict[str, Any]:
     """Evaluate a run, or a folder that `export` wrote, on a suite or on tasks.
 
     Each task is written to `out` (PATH/eval by default) as it finishes; one that is there with the same settings is
-    not run again. HumanEval executes what the model writes, which `allow_code` permits.
+    not run again. HumanEval executes what the model writes, which `allow_code` permits where the system can contain it,
+    and "unisolated" anywhere.
     """
     path, names = Path(path), choose(suite, tasks)
     _check(path, names, limit=limit, batch_size=batch_size, allow_code=allow_code)
     subject = _open(path, loops)
     stock = [name for name in names if name not in TASKS]
-    loaded = _load_tasks(stock, allow_code=allow_code) if stock else {}
+    loaded = _load_tasks(stock, allow_code=bool(allow_code)) if stock else {}
     # A tag of lm-eval has become its tasks.
     names = [*loaded, *(name for name in names if name in TASKS)]
     out = RunDir(path).eval if out is None else Path(out)
@@ -109,7 +111,7 @@ def evaluate(
     }
 
 
-def _check(path: Path, names: Sequence[str], *, limit: int | None, batch_size: int, allow_code: bool) -> None:
+def _check(path: Path, names: Sequence[str], *, limit: int | None, batch_size: int, allow_code: bool | str) -> None:
     """Everything that can be known to be wrong before anything is loaded."""
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}; leave it out for the whole task")
@@ -121,6 +123,8 @@ def _check(path: Path, names: Sequence[str], *, limit: int | None, batch_size: i
     code = [name for name in names if name in CODE]
     if code and not allow_code:
         raise ValueError(refusal(code))
+    if allow_code is True:
+        check_isolation()
 
 
 def _load_tasks(names: Sequence[str], *, allow_code: bool) -> dict[str, Any]:
@@ -270,8 +274,8 @@ def _notes(name: str, cut: Any, context: int, metric: Any) -> list[str]:
         )
     if cut.given:
         notes.append(f"{name}: generates at most {cut.given} tokens, not {cut.asked}, since the context is {context}")
-    if metric is not None and metric.network:
-        notes.append(f"{name}: this system did not allow to cut its programs off from the network")
+    if metric is not None and (lacking := uncontained(metric.isolation or ())):
+        notes.append(f"{name}: its programs were not contained, for want of {lacking}")
     return notes
 
 
