@@ -81,6 +81,7 @@ class LoopConfig(Strict):
 
     preset: str = "none"
     options: dict[str, Any] = {}
+    noncausal: bool = Field(False, description="Train it although a token sees later ones or other sequences.")
 
 
 class ModelConfig(Strict):

@@ -113,7 +113,9 @@ class RunDir:
             config = flat(tomllib.loads(files.get(self.config_file.name, "")))
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{self.config_file} is not valid TOML: {error}; repair it") from None
-        return Run(name or self.path.resolve().name, lines, config, files)
+        # What was allowed to see the future is not to be taken for a language model, in no table and no figure.
+        mark = " (noncausal)" if config.get("loop.noncausal") else ""
+        return Run((name or self.path.resolve().name) + mark, lines, config, files)
 
 
 def difference(old: Config, new: Config) -> list[str]:

@@ -1,5 +1,8 @@
 """Leaks through every kind of part are found and named; no shipped preset has one."""
 
+import itertools
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -103,15 +106,6 @@ class Rule(lo.Rule):
         return Y - self.leak(G), lo.Carry(1.0, 0.0, None)
 
 
-class Start(lo.Part):
-    def __init__(self, leak):
-        super().__init__()
-        self.leak = leak
-
-    def forward(self, e):
-        return lo.state.Copies(STREAMS)(self.leak(e))
-
-
 class ReadOut(lo.Part):
     def __init__(self, leak):
         super().__init__()
@@ -124,12 +118,12 @@ class ReadOut(lo.Part):
 class Hidden(lo.Part):
     """Its own parameters hide the leak."""
 
-    def __init__(self, leak):
+    def __init__(self, leak, streams=STREAMS):
         super().__init__()
-        self.leak, self.a = leak, nn.Parameter(torch.zeros(1))
+        self.leak, self.streams, self.a = leak, streams, nn.Parameter(torch.zeros(1))
 
     def forward(self, e):
-        return lo.state.Copies(STREAMS)(e + self.a * self.leak(e))
+        return lo.state.Copies(self.streams)(e + self.a * self.leak(e))
 
 
 class InTraining(lo.Part):
@@ -180,6 +174,260 @@ def test_a_leak_is_refused_and_its_part_is_named(part, leak):
         lo.check_causality(loop)
 
 
+class Remembering(lo.Part):
+    """Adds what it was given the last time, in an attribute."""
+
+    last = None
+
+    def forward(self, e):
+        before, self.last = self.last, e
+        return lo.state.Copies(STREAMS)(e if before is None or before.shape != e.shape else e + before)
+
+
+class Running(lo.Part):
+    """Subtracts a running mean, as batch normalization does."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, e):
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * e.detach().mean((0, 1))
+        return lo.state.Copies(STREAMS)(e - self.mean)
+
+
+class Counting(lo.Part):
+    """Sees the future after a thousand calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def forward(self, e):
+        self.calls.append(1)
+        return lo.state.Copies(STREAMS)(next_token(e) if len(self.calls) > 1000 else e)
+
+
+class Elsewhere(lo.Part):
+    """Remembers in a place of the module that nobody looks at."""
+
+    calls = itertools.count()
+
+    def forward(self, e):
+        return lo.state.Copies(STREAMS)(e + 1e-3 * next(Elsewhere.calls))
+
+
+class Start(lo.Part):
+    def __init__(self, leak):
+        super().__init__()
+        self.leak = leak
+
+    def forward(self, e):
+        return lo.state.Copies(STREAMS)(self.leak(e))
+
+
+def sometimes(e):
+    """In one call of three."""
+    return next_token(e) if torch.rand(()) < 0.3 else e
+
+
+def dropped(e):
+    """Where a dropout of its own puts a zero."""
+    return torch.where(torch.rand_like(e) < 0.1, next_token(e), e)
+
+
+def mixed_up(e):
+    """Mixup over the batch, in another order each time."""
+    return 0.9 * e + 0.1 * e[torch.randperm(len(e))]
+
+
+def number_of_the_batch(e):
+    """A Python number, not a tensor."""
+    return e * e.abs().mean().item()
+
+
+def sequence_before(e):
+    """The first sequence is left alone."""
+    return torch.cat([e[:1], e[1:] + 0.1 * e[:-1]])
+
+
+def largest_only(e):
+    """Looks at the next token only where that is very large."""
+    return e + (next_token(e) > 50).to(e.dtype)
+
+
+def with_a_gradient(e):
+    return next_token(e) if torch.is_grad_enabled() else e
+
+
+def one_place(e):
+    """One token of each sequence sees the next one."""
+    return e + (torch.arange(e.shape[1]) == 3).to(e.dtype).unsqueeze(-1) * next_token(e)
+
+
+def far_away(e):
+    """The token a hundred places on."""
+    return e + F.pad(e[:, 100:], (0, 0, 0, min(100, e.shape[1])))
+
+
+def tiny(e):
+    """As small as fp32 resolves."""
+    return e + 1e-7 * next_token(e)
+
+
+def in_fp32(e):
+    return next_token(e) if e.dtype == torch.float32 else e
+
+
+def sorted_batch(e):
+    return e.sort(0).values
+
+
+def ranked(e):
+    """The rank of a token among all of its sequence, which has no gradient."""
+    return e + e.argsort(1).to(e.dtype)
+
+
+def batch_size(e):
+    """How many sequences there are."""
+    return e / len(e)
+
+
+def padded_end(e):
+    """How many tokens are still to come."""
+    return e + torch.arange(e.shape[1], 0, -1).to(e.dtype).unsqueeze(-1)
+
+
+def reversed_sum(e):
+    return e + 0.01 * e.flip(1).cumsum(1).flip(1)
+
+
+CUNNING = [sometimes, dropped, mixed_up, number_of_the_batch, sequence_before, largest_only, with_a_gradient, one_place]
+CUNNING += [far_away, tiny, in_fp32, sorted_batch, ranked, batch_size, padded_end, reversed_sum]
+
+
+@pytest.mark.parametrize("leak", CUNNING, ids=lambda leak: leak.__name__)
+def test_a_cunning_leak_is_found(leak):
+    with pytest.raises(ValueError, match=r"^mine sees (later tokens|other sequences)"):
+        lo.check_causality(loop_with(start=Start(leak)))
+
+
+@pytest.mark.parametrize("part", [Remembering, Running, Counting, Elsewhere])
+def test_what_remembers_is_found(part):
+    with pytest.raises(ValueError, match=r"^mine (is not a function of its input|sees)"):
+        lo.check_causality(loop_with(start=part()))
+
+
+def test_randomness_of_ones_own_is_no_function_of_the_input():
+    with pytest.raises(ValueError, match=r"^mine is not a function of its input: the start gives the same input"):
+        lo.check_causality(loop_with(start=Start(lambda e: e * random.random())))
+
+
+class Shut(lo.Part):
+    """A gate that starts shut, and that a moderate change of its parameter leaves shut."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(8))
+
+    def forward(self, e):
+        return lo.state.Copies(STREAMS)(e + F.relu(self.a - 2).sum() * next_token(e))
+
+
+def test_a_gate_that_training_may_open_is_found():
+    with pytest.raises(ValueError, match="sees later tokens: the start"):
+        lo.check_causality(loop_with(start=Shut()))
+
+
+class Mean(lo.Direction):
+    def forward(self, G, memory):
+        return batch_mean(G), None
+
+
+class Sphere(lo.rules.Retraction):
+    def forward(self, Y, D, eta, lam):
+        return later_mean(Y - eta * D)
+
+
+class Write(lo.MapPart):
+    def forward(self, ctx):
+        return lo.maps.Streams(torch.sigmoid(next_token(ctx.Y)[..., 0]))
+
+
+def test_parts_of_a_rule_are_named():
+    with pytest.raises(ValueError, match="other sequences of its batch: the direction Mean"):
+        lo.check_causality(loop_with(rule=lambda step, decay: lo.rules.Descent(step, decay, Mean())))
+    with pytest.raises(ValueError, match="later tokens: the retraction Sphere"):
+        lo.check_causality(loop_with(rule=lambda step, decay: lo.rules.Descent(step, decay, retract=Sphere())))
+
+
+def test_a_write_map_is_named():
+    parts = honest_parts()
+    rule = lo.rules.Descent(parts["step"], parts["decay"])
+    transition = lo.Transition(parts["projection"], parts["objective"], rule, write=Write())
+    with pytest.raises(ValueError, match="later tokens: the write map Write"):
+        lo.check_causality(lo.Loop(transition, width=WIDTH, steps=2, start=lo.state.Copies(STREAMS)))
+
+
+def test_one_leaking_step_of_many_is_found():
+    honest = [lo.presets.operloop_transition(WIDTH, STREAMS) for _ in range(3)]
+    leaking = loop_with(target=Target(next_token)).transitions[0]
+    with pytest.raises(ValueError, match="the target"):
+        lo.check_causality(lo.Loop([*honest, leaking], width=WIDTH, start=lo.state.Copies(STREAMS)))
+
+
+def past(e):
+    """Token shifts, running sums and positions of the past."""
+    shifted = F.pad(e[:, :-1], (0, 0, 1, 0))
+    return e + shifted + 0.1 * e.cumsum(1) + torch.arange(e.shape[1]).to(e.dtype).unsqueeze(-1)
+
+
+def test_the_past_may_be_seen():
+    loop = loop_with(start=Start(past))
+    assert lo.check_causality(loop) < 1e-9
+    assert lo.mixes_tokens(loop)
+    assert lo.diagnose(loop).leak is None
+
+
+class Dropout(lo.Part):
+    def forward(self, e):
+        return lo.state.Copies(STREAMS)(F.dropout(e, 0.5, self.training))
+
+
+def test_honest_randomness_is_allowed():
+    assert lo.check_causality(loop_with(start=Dropout())) < 1e-9
+
+
+class Keeping(lo.Part):
+    """Makes a constant once and keeps it, which is no memory of an input."""
+
+    constant = None
+
+    def forward(self, e):
+        self.constant = torch.ones_like(e[:1, :1]) if self.constant is None else self.constant
+        return lo.state.Copies(STREAMS)(e + self.constant)
+
+
+def test_a_constant_made_once_is_no_memory():
+    assert lo.check_causality(loop_with(start=Keeping())) < 1e-9
+
+
+def test_a_part_bound_to_fp32_is_told_so():
+    class Bound(lo.Part):
+        def forward(self, e):
+            return lo.state.Copies(STREAMS)(e @ torch.eye(WIDTH))
+
+    with pytest.raises(ValueError, match=r"does not run in float64 .*; make what its parts create in the dtype"):
+        lo.check_causality(loop_with(start=Bound()))
+
+
+def test_diagnose_reports_the_leak_and_its_part():
+    verdict = lo.diagnose(loop_with(projection=Bias(next_token)))
+    assert "sees later tokens: the bias of the projection Bias" in str(verdict)
+    assert verdict.aligned, "which is another question"
+
+
 @pytest.mark.parametrize("start", [Hidden, InTraining])
 def test_a_leak_that_hides_is_found(start):
     with pytest.raises(ValueError, match="the start"):
@@ -206,6 +454,10 @@ def test_a_shift_of_the_past_is_allowed_and_known():
 def test_models_are_checked_with_their_blocks():
     model = lo.LoopedLM(lo.ModelConfig.tiny(), seed=0)
     assert lo.check_causality(model) < 1e-9
+    hidden = lo.LoopedLM(lo.ModelConfig.tiny(), seed=0)
+    hidden.loops[0].start = Hidden(next_token, streams=4)
+    with pytest.raises(ValueError, match="LoopedLM sees later tokens: the start"):
+        lo.check_causality(hidden)
     model.blocks[1].attention_norm = nn.Sequential(Target(next_token), model.blocks[1].attention_norm)
     with pytest.raises(ValueError, match="LoopedLM sees later tokens: a block"):
         lo.check_causality(model)

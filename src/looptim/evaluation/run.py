@@ -190,6 +190,7 @@ def _open(path: Path, loops: int | None) -> Subject:
         "exit_rule": "none: every token runs every loop",
         "preset": config.loop.preset,
         "options": config.loop.options,
+        **({"noncausal": True} if config.loop.noncausal else {}),
         "context_length": config.max_length,
         "dtype": str(wrapped.dtype).removeprefix("torch."),
         "parameters": cost.parameter_conventions()["non-vocabulary"],

@@ -3,44 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import final
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from .facts import Fact, find_memory, observed, state_of
 from .loop import Loop
-from .probe import changed_copy, float64_copy, random_input
-from .transition import Record, Transition
+from .probe import changed_copy, float64_copy, loops_of, name_of, random_blocks, random_input
 
 TOLERANCE = 1e-9
 """Of a change, relative to the values; runs are in float64."""
-BATCH, TOKENS = 5, 11
-"""Of the probing input; numbers that no other axis is likely to have."""
-
-
-class Fact(NamedTuple):
-    """A tensor that a part made, in the order in which parts work."""
-
-    part: str
-    value: Tensor
-
-
-class _Run(NamedTuple):
-    """What all parts gave for an input of so many sequences and tokens."""
-
-    facts: list[Fact]
-    batch: int
-    length: int
-
-    def select(self, fact: Fact, rows: slice, tokens: slice) -> Tensor:
-        """The rows and tokens of a tensor that has such axes; of one that is the same for all of them, everything."""
-        value = fact.value
-        if value.shape[:1] != (self.batch,):
-            return value
-        return value[rows, tokens] if value.shape[1:2] == (self.length,) else value[rows]
+ROUNDING = 1e-4
+"""The same in fp32."""
+ROWS, TOKENS = 6, 7
+"""Of the probing input: as many sequences as there are places to cut one; numbers no other axis is likely to have."""
+SEEDS = 12
+"""Runs of what draws random numbers in training."""
+ELEMENTS = 2**20
+"""Of an input at the shape of a training, at most."""
 
 
 def check_causality(module: nn.Module, *, vocab_size: int | None = None) -> float:
@@ -49,8 +31,9 @@ def check_causality(module: nn.Module, *, vocab_size: int | None = None) -> floa
     Later tokens are changed, then left out, then other sequences are changed, then left out; everything that each part
     gave at the earlier tokens is compared: features, bias, read, target, objective, write, step size, decay, memory,
     state and read-out. This is done in float64, in training and in eval mode, at the own parameters and at randomly
-    changed ones. `module` is a `Loop`, or a model that contains some, takes tokens (B, T) and has a `config` or is
-    given a `vocab_size`; a model is run at its own parameters. Returns the largest relative change, which is rounding.
+    changed ones, for what draws random numbers with several seeds, and once with many tokens in fp32. The same input
+    must give the same again: nothing may be remembered. `module` is a `Loop`, or a model that contains some, takes
+    tokens (B, T) and has a `config` or is given a `vocab_size`. Returns the largest relative change, which is rounding.
 
     >>> import looptim as lo
     >>> lo.check_causality(lo.build("operloop", width=8, steps=3)) < 1e-9
@@ -64,15 +47,21 @@ def check_causality(module: nn.Module, *, vocab_size: int | None = None) -> floa
 
 def find_leak(module: nn.Module, *, vocab_size: int | None = None) -> tuple[str | None, float]:
     """The sentence of `check_causality` about the first leak, or None, and the largest relative change."""
+    # A caller may be building on another device.
+    with torch.device("cpu"):
+        found, change = _find_small(module, vocab_size)
+    far = (find_leak_at(loop, *MANY) for loop in loops_of(module))
+    return (found or next(filter(None, far), None)), change
+
+
+def _find_small(module: nn.Module, vocab_size: int | None) -> tuple[str | None, float]:
     worst = 0.0
-    for name, twin, make_input in _twins(module, vocab_size):
-        for training in (False, True):
-            twin.train(training)
-            for what, same, compare in _comparisons(make_input(), training):
-                part, change = compare(lambda given, twin=twin: _facts_of(twin, given))
-                if part is not None:
-                    return f"{name} {what}: {part} gives {same} other values (by {change:.2g}, relative)", change
-                worst = max(worst, change)
+    for twin in _twins(module):
+        for what, part, change in _Probe(twin, vocab_size).compare():
+            if part is not None:
+                size = f"by {change:.2g}, relative"
+                return f"{name_of(module)} {what}: {part} gives {_same(what)} other values ({size})", change
+            worst = max(worst, change)
     return None, worst
 
 
@@ -89,123 +78,171 @@ def mixes_tokens(loop: Loop) -> bool:
     said = any(getattr(part, "mixes_tokens", False) for part in loop.modules())
     if said or any(tensor.is_meta for tensor in (*loop.parameters(), *loop.buffers())):
         return said
-    for _, twin, make_input in _twins(loop, None):
-        e = make_input()
-        first_changed = torch.cat([e[:, :1].flip(-1) + 1, e[:, 1:]], dim=1)
-        part, _ = _first_change(_facts_of(twin, e), _facts_of(twin, first_changed), slice(None), slice(1, None))
-        if part is not None:
-            return True
-    return False
+    with torch.device("cpu"):
+        later = (torch.arange(TOKENS) > 0).expand(ROWS, TOKENS)
+        probes = (_Probe(twin, None) for twin in _twins(loop))
+        return any(p.change(_mix(later, p.given, p.others[0]), later)[0] is not None for p in probes)
 
 
-def _twins(module: nn.Module, vocab_size: int | None) -> Iterator[tuple[str, nn.Module, Callable[[], Tensor]]]:
-    """Copies to run, with what makes their input."""
-    if isinstance(module, Loop):
-        for twin in (float64_copy(module), changed_copy(module)):
-            if twin is not None:
-                yield module.name, twin, lambda twin=twin: random_input(twin, BATCH, TOKENS)[0]
-        return
-    if not any(isinstance(part, Loop) for part in module.modules()):
+LATER, ACROSS, AGAIN = "sees later tokens", "sees other sequences of its batch", "is not a function of its input"
+
+
+MANY = (4, 256)
+"""Sequences and tokens of another input: a leak may come from far away."""
+
+
+def _same(what: str) -> str:
+    return {LATER: "the tokens before", ACROSS: "a sequence", AGAIN: "the same input"}[what]
+
+
+def _twins(module: nn.Module) -> Iterator[nn.Module]:
+    """Copies to run, in eval and in training mode, at the own parameters and at changed ones, near and far."""
+    if not loops_of(module):
         raise ValueError(f"check_causality takes a Loop or a model that contains one, got {type(module).__name__}")
-    size = vocab_size or getattr(getattr(module, "config", None), "vocab_size", None)
-    if size is None:
-        raise ValueError(f"{type(module).__name__} has no config that tells its vocab_size; give vocab_size")
-    generator = torch.Generator().manual_seed(0)
-    twin = copy.deepcopy(module).to("cpu", torch.float64)
-    yield type(module).__name__, twin, lambda: torch.randint(size, (BATCH, TOKENS), generator=generator)
+    own = float64_copy(module)
+    yield own
+    yield own.train()
+    near = changed_copy(module)
+    if near is not None:
+        yield near.train()
+    # Far away, a gate that starts shut may be open.
+    far = changed_copy(module, (20.0, 5.0))
+    if far is not None:
+        yield far
 
 
-def _comparisons(given: Tensor, training: bool) -> Iterator[tuple[str, str, Callable[..., tuple[str | None, float]]]]:
-    """What is changed, what must stay the same, and who compares it."""
-    other = given.flip(-1) + 1 if given.is_floating_point() else (given + 1) % (given.max() + 1)
+@final
+class _Probe:
+    """A module with an input, and what all its parts gave for it."""
 
-    def against(changed: Tensor, rows: slice, tokens: slice):
-        return lambda facts: _first_change(facts(given), facts(changed), rows, tokens)
+    def __init__(self, module: nn.Module, vocab_size: int | None):
+        self.module = module
+        self.generator = torch.Generator("cpu").manual_seed(2)
+        if isinstance(module, Loop):
+            self.blocks = random_blocks(module.width)
+            self.given = random_input(module.width, ROWS, TOKENS)
+            self.others = [self.given.flip(-1) + 1, -100 * self.given, torch.zeros_like(self.given)]
+        else:
+            size = vocab_size or getattr(getattr(module, "config", None), "vocab_size", None)
+            if size is None:
+                raise ValueError(f"{name_of(module)} has no config that tells its vocab_size; give vocab_size")
+            self.given, *self.others = torch.randint(size, (4, ROWS, TOKENS), generator=self.generator).unbind()
+        self.draws = False
+        """Whether anything random was drawn."""
+        self.facts = self.run(self.given)
 
-    everything = slice(None)
-    for cut in (1, TOKENS // 2, TOKENS - 1):
-        before, later = slice(cut), "sees later tokens"
-        yield later, "the tokens before", against(torch.cat([given[:, :cut], other[:, cut:]], 1), everything, before)
-        # Random draws in training follow the shape of the input, so that there nothing can be left out.
-        if not training:
-            yield later, "the tokens before", against(given[:, :cut], everything, before)
-    mine, across = slice(1), "sees other sequences of its batch"
-    yield across, "a sequence", against(torch.cat([given[:1], other[1:]]), mine, everything)
-    if not training:
-        yield across, "a sequence", against(given[:1], mine, everything)
+    def compare(self) -> Iterator[tuple[str, str | None, float]]:
+        """What was changed, the first part that noticed where it must not, and how large the change is."""
+        everywhere = torch.ones(ROWS, TOKENS, dtype=torch.bool)
+        state = state_of(self.module)
+        yield AGAIN, *self.change(self.given, everywhere)
+        # Sequence n is cut after n + 1 tokens, so that one run has every cut.
+        before = torch.arange(TOKENS) < torch.arange(1, ROWS + 1).unsqueeze(-1)
+        for bit in range(ROWS.bit_length()):
+            chosen = (torch.arange(ROWS) >> bit) % 2 == 0
+            for rows in (chosen, ~chosen):
+                mine = rows.unsqueeze(-1).expand(ROWS, TOKENS)
+                yield ACROSS, *self.change(_mix(mine, self.given, self.others[bit % 3]), mine)
+        for other in self.others:
+            yield LATER, *self.change(_mix(before, self.given, other), before)
+        yield AGAIN, *self.change(self.given, everywhere)
+        yield AGAIN, *find_memory(state, state_of(self.module))
+        for seed in range(1, SEEDS) if self.draws else ():
+            yield LATER, *self.change(_mix(before, self.given, self.others[seed % 3]), before, seed=seed)
+        if not self.module.training:
+            # Random draws in training follow the shape of the input, so that there nothing can be left out.
+            yield from self._leave_out()
+
+    def _leave_out(self) -> Iterator[tuple[str, str | None, float]]:
+        for length in (1, TOKENS // 2, TOKENS - 1):
+            kept = (torch.arange(TOKENS) < length).expand(ROWS, TOKENS)
+            yield LATER, *self._differs(self.run(self.given[:, :length]), kept)
+        for row in (0, ROWS // 2, ROWS - 1):
+            kept = (torch.arange(ROWS) == row).unsqueeze(-1).expand(ROWS, TOKENS)
+            yield ACROSS, *self._differs(self.run(self.given[row : row + 1]), kept)
+
+    def change(self, changed: Tensor, kept: Tensor, *, seed: int = 0) -> tuple[str | None, float]:
+        """The first part whose values at the `kept` tokens are others for a changed input."""
+        given = self.facts if seed == 0 else self.run(self.given, seed=seed)
+        return _first_change(given, self.run(changed, seed=seed), kept, kept)
+
+    def _differs(self, facts: list[Fact], kept: Tensor) -> tuple[str | None, float]:
+        rows, tokens = int(kept.any(1).sum()), int(kept.any(0).sum())
+        return _first_change(self.facts, facts, kept, torch.ones(rows, tokens, dtype=torch.bool))
+
+    def run(self, given: Tensor, *, seed: int = 0) -> list[Fact]:
+        """Everything that the parts give for an input, in order."""
+        facts: list[Fact] = []
+        # What sees whether a gradient is wanted must not behave better here than in training.
+        gradient = torch.enable_grad() if self.module.training else torch.no_grad()
+        with gradient, torch.random.fork_rng(devices=[]), observed(self.module, facts):
+            torch.manual_seed(seed)
+            start = torch.get_rng_state()
+            try:
+                output = self.module(given, *([self.blocks] if isinstance(self.module, Loop) else []))
+            except RuntimeError as error:
+                raise ValueError(
+                    f"{name_of(self.module)} does not run in float64 ({str(error).splitlines()[0]}); "
+                    "make what its parts create in the dtype of their input"
+                ) from error
+            self.draws |= not torch.equal(start, torch.get_rng_state())
+        last = "the read-out" if isinstance(self.module, Loop) else "a block or the head"
+        facts.append(Fact(last, output if isinstance(output, Tensor) else output.logits))
+        return [Fact(part, value.detach()) for part, value in facts]
 
 
-def _first_change(given: _Run, changed: _Run, rows: slice, tokens: slice) -> tuple[str | None, float]:
-    """The first part whose values at these rows and tokens differ, and the largest relative difference up to there."""
+def _mix(kept: Tensor, given: Tensor, other: Tensor) -> Tensor:
+    return torch.where(kept if given.dim() == 2 else kept.unsqueeze(-1), given, other)
+
+
+def _first_change(
+    given: Sequence[Fact], changed: Sequence[Fact], kept: Tensor, kept_of_changed: Tensor
+) -> tuple[str | None, float]:
+    """The first part whose values at the kept tokens differ, and the largest relative difference up to there."""
     worst = 0.0
-    for fact, other in zip(given.facts, changed.facts, strict=True):
-        a, b = given.select(fact, rows, tokens), changed.select(other, rows, tokens)
-        if a.shape != b.shape:
+    for fact, other in zip(given, changed, strict=False):
+        a, b = _select(fact.value, kept), _select(other.value, kept_of_changed)
+        if fact.part != other.part or a.shape != b.shape:
             return fact.part, float("inf")
-        change = 0.0 if torch.equal(a, b) else ((a - b).norm() / a.norm().clamp_min(1e-300)).item()
+        change = 0.0 if torch.equal(a, b) else ((a - b).abs().max() / a.abs().mean().clamp_min(1e-300)).item()
         worst = max(worst, change)
         if not change <= TOLERANCE:
             return fact.part, change
+    if len(given) != len(changed):
+        return min(given, changed, key=len)[-1].part, float("inf")
     return None, worst
 
 
-def _facts_of(module: nn.Module, given: Tensor) -> _Run:
-    """Everything that the parts give for an input, in order."""
-    facts: list[Fact] = []
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), _observed(module, facts):
-        torch.manual_seed(0)
-        if isinstance(module, Loop):
-            facts.append(Fact("the read-out", module(given, random_input(module)[1])))
-        else:
-            output = module(given)
-            facts.append(Fact("a block or the head", output if isinstance(output, Tensor) else output.logits))
-    return _Run(facts, given.shape[0], given.shape[1])
+def _select(value: Tensor, kept: Tensor) -> Tensor:
+    """The kept tokens of a tensor that has such axes; of one that is the same for all of them, everything."""
+    rows, tokens = (size == wanted for size, wanted in zip((*value.shape, 0, 0), kept.shape, strict=False))
+    if rows and tokens:
+        return value[kept]
+    if rows:
+        return value[kept.any(1)]
+    return value[:, kept.any(0)] if tokens else value
 
 
-@contextmanager
-def _observed(module: nn.Module, facts: list[Fact]) -> Iterator[None]:
-    """Every loop inside `module` enters its facts while the context is open."""
-    alone = isinstance(module, Loop)
+def find_leak_at(loop: Loop, rows: int, tokens: int) -> str | None:
+    """What a loop sees that it must not when it is run as in a training: with so many tokens, in fp32."""
+    tokens = max(2, min(tokens, ELEMENTS // (2 * loop.width)))
+    rows = max(2, min(rows, ELEMENTS // (tokens * loop.width)))
+    with torch.device("cpu"):
+        e, blocks = random_input(loop.width, rows, tokens).float(), random_blocks(loop.width)
+        before = torch.arange(tokens) < torch.linspace(1, tokens - 1, rows).long().unsqueeze(-1)
+        mine = (torch.arange(rows) % 2 == 0).unsqueeze(-1).expand(rows, tokens)
+    twin = copy.deepcopy(loop).to("cpu", torch.float32).train()
 
-    def watch(loop: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        first = True
+    def output(given: Tensor) -> Tensor:
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return twin(given, blocks).detach()
 
-        def observe(transition: Transition, record: Record) -> None:
-            nonlocal first
-            if first:
-                facts.extend([] if alone else [Fact("a block before the loop", record.ctx.e)])
-                facts.append(Fact("the start", record.ctx.Y))
-                first = False
-            facts.extend(_facts_of_step(transition, record, alone=alone))
-
-        return args, {**kwargs, "observe": observe}
-
-    handles = [m.register_forward_pre_hook(watch, with_kwargs=True) for m in module.modules() if isinstance(m, Loop)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _facts_of_step(transition: Transition, record: Record, *, alone: bool) -> Iterator[Fact]:
-    target = "the target" if alone else "a block" if transition.target is None else "a block or the target"
-    objective, rule = transition.objective, transition.rule
-    written = record.x.write(record.g)
-    named: list[tuple[str, Any]] = [
-        ("the features", record.ctx.Z),
-        (f"the bias of the projection {_name(transition.projection)}", record.b),
-        (f"the projection {_name(transition.projection)}", record.o),
-        (target, record.t),
-        (f"the objective {_name(objective)}", (objective.value(record.o, record.t), record.g)),
-        (f"the write map {_name(transition.write or transition.projection)}", written),
-        (f"the step {_name(rule.step)}", record.carry.eta),
-        (f"the decay {_name(rule.decay)}", record.carry.lam),
-        (f"the rule {_name(rule)}", (record.carry.memory, record.Y)),
-    ]
-    for part, values in named:
-        yield from (Fact(part, leaf.double()) for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
-
-
-def _name(part: object) -> str:
-    return type(part).__name__
+    given = output(e)
+    for what, kept in ((ACROSS, mine), (ACROSS, ~mine), (LATER, before)):
+        a, b = given[kept], output(_mix(kept, e, e.flip(-1) + 1))[kept]
+        change = ((a - b).abs().max() / a.abs().mean().clamp_min(1e-30)).item()
+        if not change <= ROUNDING:
+            many = f"among {rows} sequences of {tokens} tokens"
+            return f"{loop.name} {what}: {many} a part gives {_same(what)} other values (by {change:.2g}, relative)"
+    return None

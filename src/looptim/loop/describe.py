@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import final
 
 from .base import require, symbol
-from .diagnose import diagnose, input_map
+from .diagnose import diagnose_maps, input_map
 from .loop import Loop
 
 
@@ -87,7 +87,7 @@ def describe(loop: Loop) -> Description:
         target=_join("Blocks(o)" if t.target is None else symbol(t.target) for t in steps),
         rule=_join(map(symbol, rules)),
         rule_name=_join(rule.name or re.sub(r"(?<!^)(?=[A-Z])", " ", type(rule).__name__).lower() for rule in rules),
-        aligned=diagnose(loop).aligned,
+        aligned=diagnose_maps(loop).aligned,
         loop_specific=not loop.shared,
         start=symbol(loop.start),
         readout=symbol(loop.readout),

@@ -1,4 +1,4 @@
-"""Loops run on random inputs in float64, for the questions that numbers answer."""
+"""Loops and models run on random inputs in float64, for the questions that numbers answer."""
 
 from __future__ import annotations
 
@@ -6,31 +6,49 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .loop import Loop
 from .rules import Carry
 from .transition import Record, Transition
 
+M = TypeVar("M", bound=nn.Module)
 
-def float64_copy(loop: Loop, *, perturb: float = 0.0) -> Loop:
-    """A copy in float64 on the CPU, in eval mode, its parameters randomly changed by about `perturb`."""
-    if any(tensor.is_meta for tensor in itertools.chain(loop.parameters(), loop.buffers())):
-        raise ValueError(f"{loop.name} is on the meta device and has no values; build it on another")
-    loop = copy.deepcopy(loop).to("cpu", torch.float64).eval()
+
+def name_of(module: nn.Module) -> str:
+    """A loop's name, or the class of a model."""
+    return module.name if isinstance(module, Loop) else type(module).__name__
+
+
+def loops_of(module: nn.Module) -> list[Loop]:
+    """The loops inside a module, itself included."""
+    return [part for part in module.modules() if isinstance(part, Loop)]
+
+
+def float64_copy(module: M, *, perturb: float = 0.0) -> M:
+    """A copy in float64 on the CPU, in eval mode, the parameters of its loops randomly changed by about `perturb`."""
+    if any(tensor.is_meta for tensor in itertools.chain(module.parameters(), module.buffers())):
+        raise ValueError(f"{name_of(module)} is on the meta device and has no values; build it on another")
+    twin = copy.deepcopy(module).to("cpu", torch.float64).eval()
     generator = torch.Generator("cpu").manual_seed(1)
-    for p in loop.parameters() if perturb else ():
+    for p in itertools.chain.from_iterable(loop.parameters() for loop in loops_of(twin)) if perturb else ():
         noise = torch.randn(p.shape, generator=generator, dtype=p.dtype, device="cpu")
         p.data.add_(perturb * (noise / math.sqrt(p.shape[-1]) if p.dim() > 1 else 0.3 * noise))
-    return loop
+    return twin
 
 
-def changed_copy(loop: Loop) -> Loop | None:
+def changed_copy(module: M, scales: tuple[float, ...] = (1.0, 0.1, 0.01)) -> M | None:
     """A copy at randomly changed parameters, or None: a user's may have bounds that any change violates."""
-    twins = (float64_copy(loop, perturb=scale) for scale in (1.0, 0.1, 0.01))
-    return next((twin for twin in twins if all(is_finite(record) for _, _, record in run(twin))), None)
+    twins = (float64_copy(module, perturb=scale) for scale in scales)
+    return next((twin for twin in twins if all(map(stays_finite, loops_of(twin)))), None)
+
+
+def stays_finite(loop: Loop) -> bool:
+    """Whether every step of a loop on a random input is finite."""
+    return all(is_finite(record) for _, _, record in run(loop))
 
 
 def is_finite(record: Record) -> bool:
@@ -38,20 +56,24 @@ def is_finite(record: Record) -> bool:
     return all(bool(t.isfinite().all()) for t in (record.Y, record.H.write(record.g), record.x.write(record.g)))
 
 
-def random_input(loop: Loop, batch: int = 2, tokens: int = 5) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """An input of normal numbers, and a fixed random network that acts on each token in place of the blocks."""
-    generator = torch.Generator("cpu").manual_seed(0)
+def random_input(width: int, batch: int = 2, tokens: int = 5) -> Tensor:
+    """An input of normal numbers."""
+    return torch.randn(batch, tokens, width, generator=_generator(0), dtype=torch.float64, device="cpu")
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
-    M = normal(loop.width, loop.width) / math.sqrt(loop.width)
-    return normal(batch, tokens, loop.width), lambda o: o + torch.tanh(o @ M)
+def random_blocks(width: int) -> Callable[[Tensor], Tensor]:
+    """A fixed random network that acts on each token, in place of the blocks."""
+    M = torch.randn(width, width, generator=_generator(3), dtype=torch.float64, device="cpu") / math.sqrt(width)
+    return lambda o: o + torch.tanh(o @ M.to(o))
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator("cpu").manual_seed(seed)
 
 
 def run(loop: Loop) -> Iterator[tuple[Transition, Carry, Record]]:
     """Every step of the loop on a random input, with what it carried before."""
-    e, blocks = random_input(loop)
+    e, blocks = random_input(loop.width), random_blocks(loop.width)
     with torch.no_grad():
         Y = loop.start(e)
         carry = loop.schedule()[0].rule.init(Y)

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from .describe import describe
-from .diagnose import diagnose
+from .diagnose import diagnose_maps
 from .registry import PRESETS, build
 
 COLUMNS = {
@@ -30,7 +30,7 @@ def zoo(width: int = 64, steps: int = 3) -> list[dict[str, Any]]:
 
 def _row(name: str, width: int, steps: int) -> dict[str, Any]:
     loop = build(name, width=width, steps=steps)
-    verdict = diagnose(loop)
+    verdict = diagnose_maps(loop)
     measured = {"gap": verdict.gap, "hidden": verdict.hidden, "read": verdict.read}
     return {**dataclasses.asdict(describe(loop)), "steps": steps, **measured}
 

@@ -75,6 +75,7 @@ def read_columns(folder: str | Path, name: str | None = None) -> list[Column]:
 
 def _column(name: str, found: Sequence[dict[str, Any]]) -> Column:
     model = found[-1]["settings"]["model"]
+    name += " (noncausal)" if model.get("noncausal") else ""
     records: dict[str, dict[str, Any]] = {}
     for record in found:
         task = record["task"]

@@ -280,6 +280,7 @@ def as_json(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison]
         rows[outcome.variant] = {
             "preset": variant.preset,
             "options": variant.options,
+            "noncausal": variant.noncausal,
             "layout": plan.config(outcome.variant).model.layout,
             "parameters": sum(count.parameters.values()),
             "active": sum(count.active.values()),

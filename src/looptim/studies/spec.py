@@ -41,6 +41,7 @@ class Variant(Strict):
 
     preset: str
     options: dict[str, Any] = Field({})
+    noncausal: bool = Field(False, description="Train it although a token sees later ones or other sequences.")
     layout: str | None = None
     against: str | None = Field(None, description="Another variant it is also compared with, such as its twin.")
 
@@ -203,7 +204,7 @@ def _check_changes(changes: Iterable[str], study: Study) -> None:
 def _config(base: Config, study: Study, name: str) -> Config:
     variant = study.variants[name]
     values = base.model_dump()
-    values["model"]["loop"] = {"preset": variant.preset, "options": variant.options}
+    values["model"]["loop"] = variant.model_dump(include={"preset", "options", "noncausal"})
     values["model"]["layout"] = variant.layout or base.model.layout
     values["train"]["steps"] = max(1, round(study.tokens / (base.train.batch_size * base.train.seq_len)))
     try:

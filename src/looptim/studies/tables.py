@@ -24,7 +24,7 @@ def tables(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison])
 def _results(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison]) -> Table:
     study = plan.study
     columns: dict[str, Sequence[str | Cell]] = {
-        "variant": [outcome.variant for outcome in found],
+        "variant": [_label(plan, outcome.variant) for outcome in found],
         "layout": [plan.config(outcome.variant).model.layout for outcome in found],
         "parameters": [f"{sum(plan.counts[outcome.variant].parameters.values()) / 1e6:.2f} M" for outcome in found],
         f"FLOPs / {study.reference}": [f"{plan.flops(outcome.variant):.3f}×" for outcome in found],
@@ -34,6 +34,10 @@ def _results(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison
         columns |= _columns(plan, found, each)
     rows = [list(row) for row in zip(*columns.values(), strict=True)]
     return Table(plan.name, study.title, list(columns), rows, _notes(plan, found, compared), error=HALF_WIDTH, labels=1)
+
+
+def _label(plan: Plan, variant: str) -> str:
+    return variant + (" (noncausal)" if plan.study.variants[variant].noncausal else "")
 
 
 def _columns(plan: Plan, found: Sequence[Outcome], compared: Comparison) -> dict[str, Sequence[str | Cell]]:
@@ -71,7 +75,7 @@ def _stability(plan: Plan, found: Sequence[Outcome]) -> Table:
     for outcome in found:
         values = stability(outcome)
         cells = [_cell(value, forms.get(name, "{:.2f}")) for name, value in values.items()]
-        rows.append([outcome.variant, Cell(float(len(outcome.failures)), form="{:.0f}"), *cells])
+        rows.append([_label(plan, outcome.variant), Cell(float(len(outcome.failures)), form="{:.0f}"), *cells])
     header = ["variant", "runs that failed", *stability(found[0])]
     notes = [
         "State growth is the RMS of the state after the last loop over that before the first, on validation text, "
@@ -106,6 +110,11 @@ def _notes(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison])
         f"{plan.tokens:,} training tokens a run, of {text}; losses in nats per token.{_held_out(data_of(found))}",
         "The least loss is in bold and the second underlined, whatever their intervals.",
     ]
+    if any(variant.noncausal for variant in study.variants.values()):
+        notes.append(
+            "**Noncausal** variants were allowed to let a token see later tokens or other sequences: their losses are "
+            "not those of a language model."
+        )
     twins = [f"{name}: {variant.against}" for name, variant in study.variants.items() if variant.against]
     if twins:
         notes.append(f"Twins: {'; '.join(twins)}.")

@@ -25,6 +25,7 @@ from ..rundir import RunDir
 from . import checkpoint, distributed
 from .amx import guard_bf16
 from .distributed import World
+from .gate import check_transition
 from .mesh import Sizes, build
 from .metrics import RunLog, environment
 from .optim import MuonAdamW, describe_groups, parameter_groups
@@ -107,11 +108,12 @@ def _prepare(config: Config, folder: RunDir, world: World, data: Dataset) -> Tra
 
 
 def check_model(config: Config) -> None:
-    """That the model of a recipe builds, keeps documents apart, and that its loops are sampled and cut as it asks."""
+    """That the model of a recipe builds, sees no future, keeps documents apart, and samples and cuts its loops."""
     with torch.device("meta"):
         model = LoopedLM(config.model, seed=0)
     if config.data.mask_attention:
         model.check_documents()
+    check_transition(config)
     loops, preset = config.train.loops, config.model.loop.preset
     if loops.scheme == "fixed" and loops.grad_loops is None:
         return

@@ -1,0 +1,139 @@
+"""What sees the future, or is no gradient step, is not trained; what is meant to stands in every table."""
+
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import config
+
+import looptim as lo
+from looptim.studies.spec import load_plan
+from looptim.training.gate import check_transition
+
+
+class Peeking(lo.Projection):
+    """`o = y + e` of the next token: a leak that diagnose and check_gradient once found aligned and exact."""
+
+    def forward(self, ctx):
+        return lo.maps.Identity(), F.pad(ctx.e[:, 1:], (0, 0, 0, 1))
+
+
+class Uphill(lo.Objective):
+    def value(self, o, t):
+        return 0.5 * (o - t).square().sum(-1)
+
+    def grad(self, o, t):
+        return t - o
+
+
+def loop_of(width, steps, *, projection=None, objective=None):
+    descent = lo.rules.GradientDescent(lo.controls.ConstantStep(), lo.controls.ConstantDecay())
+    transition = lo.Transition(projection or lo.projections.Plain(), objective or lo.objectives.InnerProduct(), descent)
+    return lo.Loop(transition, width=width, steps=steps, name="mine")
+
+
+@pytest.fixture
+def presets(monkeypatch):
+    """Presets of one's own, for the length of a test."""
+    monkeypatch.setitem(lo.PRESETS, "peeking", lambda width, steps: loop_of(width, steps, projection=Peeking()))
+    monkeypatch.setitem(lo.PRESETS, "uphill", lambda width, steps: loop_of(width, steps, objective=Uphill()))
+    monkeypatch.setitem(lo.PRESETS, "wide_only", wide_only)
+    monkeypatch.setitem(lo.PRESETS, "long_only", long_only)
+
+
+def wide_only(width, steps):
+    """Builds at one width only, and leaks there."""
+    if width != 640:
+        raise ValueError("wide_only is for a width of 640")
+    return loop_of(width, steps, projection=Peeking())
+
+
+class PeekingFar(lo.Projection):
+    def forward(self, ctx):
+        far = ctx.e[:, 1:] if ctx.e.shape[1] > 1000 else ctx.e[:, :0]
+        return lo.maps.Identity(), F.pad(far, (0, 0, 0, ctx.e.shape[1] - far.shape[1]))
+
+
+def long_only(width, steps):
+    """Leaks in sequences as long as those of the training only."""
+    return loop_of(width, steps, projection=PeekingFar())
+
+
+@pytest.mark.parametrize("preset", lo.PRESETS)
+def test_every_shipped_preset_is_trained(preset):
+    if preset != "none":
+        check_transition(config(model={"loop": {"preset": preset}}))
+
+
+def test_a_leak_is_not_trained_and_leaves_nothing_behind(presets, tmp_path):
+    with pytest.raises(ValueError, match=r"^mine sees later tokens: the bias of the projection Peeking.*noncausal"):
+        lo.train(config(model={"loop": {"preset": "peeking"}}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_wrong_sign_is_not_trained(presets):
+    with pytest.raises(ValueError, match=r"`grad` of Uphill is not the derivative .* has the wrong sign"):
+        check_transition(config(model={"loop": {"preset": "uphill"}}))
+
+
+def test_a_loop_that_is_bound_to_its_width_is_asked_at_its_width(presets):
+    with pytest.raises(ValueError, match="sees later tokens"):
+        check_transition(config(model={"width": 640, "loop": {"preset": "wide_only"}}))
+
+
+def test_a_leak_of_long_sequences_only_is_found(presets):
+    given = config(model={"max_length": 1024, "loop": {"preset": "long_only"}}, seq_len=1024)
+    with pytest.raises(ValueError, match="sees later tokens: among 4 sequences of 1024 tokens"):
+        check_transition(given)
+
+
+def test_documents_are_not_mixed_by_a_part_that_does_not_say_so(monkeypatch):
+    class Shifting(lo.Projection):
+        def forward(self, ctx):
+            return lo.maps.Identity(), F.pad(ctx.e[:, :-1], (0, 0, 1, 0))
+
+    monkeypatch.setitem(lo.PRESETS, "shifting", lambda w, s: loop_of(w, s, projection=Shifting()))
+    check_transition(config(model={"loop": {"preset": "shifting"}}))
+    with pytest.raises(ValueError, match="may be of another document"):
+        check_transition(config(model={"loop": {"preset": "shifting"}}, data={"mask_attention": True}))
+
+
+def test_the_gate_draws_nothing(presets):
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    check_transition(config(model={"loop": {"preset": "recurrentgpt"}}))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_the_gate_takes_seconds_at_most():
+    given = lo.load_config("paper/18/loop3-operloop")
+    start = time.process_time()
+    check_transition(given)
+    assert time.process_time() - start < 60
+
+
+def test_a_study_refuses_a_leak(presets, tmp_path):
+    (tmp_path / "recipe.toml").write_text(config().to_toml())
+    study = 'title = "t"\nbase = "recipe.toml"\ntokens = 2560\nseeds = [0]\nreference = "a"\n'
+    study += '[variants.a]\npreset = "vanilla"\n[variants.b]\npreset = "peeking"\n'
+    (tmp_path / "study.toml").write_text(study)
+    with pytest.raises(ValueError, match="variant 'b' does not build: mine sees later tokens"):
+        load_plan(tmp_path / "study.toml")
+    (tmp_path / "study.toml").write_text(study + "noncausal = true\n")
+    assert load_plan(tmp_path / "study.toml").config("b").model.loop.noncausal
+
+
+@pytest.mark.long
+def test_what_is_meant_to_see_the_future_says_so_everywhere(presets, tmp_path):
+    given = config(model={"loop": {"preset": "peeking", "noncausal": True}}, steps=3)
+    lo.train(given, tmp_path / "run", progress=False)
+    page = lo.report(tmp_path / "run").read_text()
+    assert "<th>run (noncausal)</th>" in page
+    lo.evaluate(tmp_path / "run", tasks=["addition"], limit=4, quiet=True)
+    lo.report(tmp_path / "run")
+    assert "run (noncausal)" in (tmp_path / "run" / "report" / "tables.md").read_text()
+
+
+def test_an_unmarked_recipe_has_the_name_it_had():
+    assert "noncausal" not in config().model_dump(exclude_defaults=True)["model"]["loop"]
