@@ -16,6 +16,7 @@ from ..config import Segment, parse_layout
 from ..loading import no_progress_bar
 from .decoder import LoopedDecoder, LoopedDecoderConfig, causal_class, find_layers, install
 from .model import LoopedPreTrainedModel
+from .starts import near_base
 from .unrolled import has_place
 
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -26,8 +27,9 @@ def loop_model(model: PreTrainedModel, layout: str, preset: str = "operloop", **
     """The decoder `model` of transformers with some of its layers looped: a new model that shares all its weights.
 
     `layout` says which layers, in the paper's notation: `"10-4x2-16"` runs layers 10 to 13 of 30 twice. `preset` and
-    `options` are those of `build`. The code of the architecture stays as it is; only the list of its layers is
-    exchanged. The transition's weights are drawn from torch's global generator.
+    `options` are those of `build`; initial values that are not given are such that the model begins near its base
+    (`hf.starts`). The code of the architecture stays as it is; only the list of its layers is exchanged. The
+    transition's weights are drawn from torch's global generator.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 64}
@@ -37,6 +39,8 @@ def loop_model(model: PreTrainedModel, layout: str, preset: str = "operloop", **
     """
     segments = _check(model, layout, preset)
     _check_ties(model, segments)
+    loops = max(segment.loops or 1 for segment in segments)
+    options = near_base(preset, loops, options)
     config = LoopedDecoderConfig.of(model.config, layout=layout, preset=preset, options=options)
     # A copy of every module, so that the base stays what it is, around the very same tensors.
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}

@@ -46,12 +46,19 @@ def make_twin(owner: nn.Module, layer_idx: int) -> nn.Module:
     nn.Module.__init__(twin)
     # Registered as a child, the owner would bring its weights a second time.
     twin.__dict__["owner"] = owner
+    # An engine may have given the owner another forward; the class keeps the one that engines read.
+    twin.__dict__["forward"] = functools.partial(_forward, owner, twin)
     twin.layer_idx = cast(Any, layer_idx)
     twin.training = owner.training
     for name, child in owner.named_children():
         if any(has_place(part) for part in child.modules()):
             twin._modules[name] = make_twin(child, layer_idx)
     return twin
+
+
+def _forward(owner: nn.Module, twin: nn.Module, *given: Any, **named: Any) -> Any:
+    """The forward of the owner, run by its twin."""
+    return cast(Any, owner.forward).__func__(twin, *given, **named)
 
 
 def has_place(module: nn.Module) -> bool:

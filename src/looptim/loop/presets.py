@@ -139,13 +139,15 @@ def parcae(
     std: float | None = None,
     seed: int = 0,
     keep_init: float = math.sqrt(0.2),
+    readout: str = "orthogonal",
     readout_init: float = math.sqrt(2 / 5),
 ) -> Loop:
     """Parcae, y' = Blocks(Ā y + B̄ e), a diagonal state space with a linear read-out (Prairie et al., 2026).
 
     `gain="exact"` is the paper's zero-order hold, `"euler"` the released code's; `prelude_norm=True` normalizes e
     first, as the released recipes do. The state starts as noise of `std`, sqrt(2 / (5 d)) as released, Ā at `keep_init`
-    and the read-out as an orthogonal matrix times `readout_init`, both as released.
+    and the read-out as an orthogonal matrix times `readout_init`, both as released; `readout="identity"` begins with
+    the identity instead, which leaves the features of a pretrained model where they are.
     """
     projection = choose("gain", gain, {"exact": ExactStateSpace, "euler": EulerStateSpace})(width, keep_init=keep_init)
     return Loop(
@@ -156,7 +158,7 @@ def parcae(
         width=width,
         steps=steps,
         start=Noise(width, std=math.sqrt(2 / (5 * width)) if std is None else std, seed=seed),
-        readout=Linear(width, gain=readout_init),
+        readout=Linear(width, gain=readout_init, start=readout),
     )
 
 
@@ -253,6 +255,7 @@ def operloop(
     read_init: float | None = None,
     decay_init: float = 0.05,
     step_init: float = 0.75,
+    later_step: float | None = None,
     scale: float = Gate.init_scale,
     bias_std: float = 0.0,
 ) -> Loop:
@@ -261,7 +264,8 @@ def operloop(
     `objective` (`"delta"`, `"inner_product"`) and `step` (`"causal"`, `"sigmoid"`, `"unit"`) are the paper's ablations.
     The initial values are unpublished; docs/framework.md gives the reasons for ours. `read_init` is every entry of
     H_in, 1/sqrt(r) by default: H_in then has unit norm, the local objective unit curvature, and a unit step would move
-    the read exactly to its target.
+    the read exactly to its target. `later_step` is where the gates of all loops after the first start, if not at
+    `step_init`: with a small one a pretrained model begins nearly as it was, and later loops are small corrections.
     """
     make = functools.partial(
         operloop_transition,
@@ -275,7 +279,7 @@ def operloop(
         scale=scale,
         bias_std=bias_std,
     )
-    return streamed(make, width, steps, streams=streams, shared=shared)
+    return streamed(make, width, steps, streams=streams, shared=shared, later_step=later_step)
 
 
 def operloop_transition(
@@ -308,9 +312,20 @@ def operloop_transition(
     return Transition(projection(read), objective(), rule(eta, decay), target=target)
 
 
-def streamed(transition: Callable[[], Transition], width: int, steps: int, *, streams: int, shared: bool) -> Loop:
+def streamed(
+    transition: Callable[..., Transition],
+    width: int,
+    steps: int,
+    *,
+    streams: int,
+    shared: bool,
+    later_step: float | None = None,
+) -> Loop:
     """A loop over `streams` copies of e, with a transition for every step unless `shared`."""
-    transitions = transition() if shared else [transition() for _ in range(steps)]
+    if shared and later_step is not None:
+        raise ValueError("later_step is of loops after the first, which share their transition; set shared=false")
+    later = {} if later_step is None else {"step_init": later_step}
+    transitions = transition() if shared else [transition(**(later if step else {})) for step in range(steps)]
     return Loop(transitions, width=width, steps=steps, start=Copies(streams))
 
 

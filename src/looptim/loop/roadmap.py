@@ -31,8 +31,9 @@ def _register_variant(preset: Callable[..., dict[str, Any]]) -> Callable[..., Lo
     def variant(width: int, steps: int, **options: Any) -> Loop:
         parts = preset(width, **{name: options.pop(name) for name in own.keys() & options.keys()})
         streams, shared = options.pop("streams", 4), options.pop("shared", False)
+        later_step = options.pop("later_step", None)
         make = partial(operloop_transition, width, streams, **parts, **options)
-        return streamed(make, width, steps, streams=streams, shared=shared)
+        return streamed(make, width, steps, streams=streams, shared=shared, later_step=later_step)
 
     steps = inspect.Parameter("steps", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     width, *added = own.values()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor, nn
 
+from ..base.choices import choose
 from ..base.numerics import rms_norm, wide
 from .base import Part
 
@@ -107,17 +108,19 @@ class NormedMean(Part):
 
 @final
 class Linear(Part):
-    """`h = C y_R`, Parcae's read-out; `C` starts as an orthogonal matrix times `gain` (released: sqrt(2/5)).
+    """`h = C y_R`, Parcae's read-out; `C` starts as an orthogonal matrix times `gain` (released: sqrt(2/5)), or as I.
 
-    >>> Linear(4)(torch.zeros(1, 2, 1, 4)).shape
-    torch.Size([1, 2, 4])
+    >>> Linear(2, start="identity")(torch.tensor([[[[3.0, 4.0]]]])).tolist()
+    [[[3.0, 4.0]]]
     """
 
     symbol = "C y_R"
 
-    def __init__(self, width: int, *, gain: float = math.sqrt(2 / 5)):
+    def __init__(self, width: int, *, gain: float = math.sqrt(2 / 5), start: str = "orthogonal"):
         super().__init__()
-        self.C = nn.Parameter(nn.init.orthogonal_(torch.empty(width, width), gain))
+        starts = {"orthogonal": lambda: nn.init.orthogonal_(torch.empty(width, width), gain)}
+        starts["identity"] = lambda: torch.eye(width)
+        self.C = nn.Parameter(choose("readout", start, starts)())
 
     def forward(self, Y: Float[Tensor, "B T 1 d"]) -> Float[Tensor, "B T d"]:
         return nn.functional.linear(Y.squeeze(-2), self.C.to(Y.dtype)).to(Y.dtype)
