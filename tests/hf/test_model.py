@@ -63,6 +63,17 @@ def test_what_is_derived_ignores_what_was_stored():
     assert config.layer_types == ["sliding_attention", "full_attention"] * 6
 
 
+def test_an_attribute_with_a_word_of_ours_is_saved_and_loaded(tmp_path):
+    model = wrapped()
+    # Transformers sets some of them on any config.
+    model.config.norm_eps, model.config.window = 1.0, 3
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (again.config.norm_eps, again.config.window) == (1.0, 3)
+    assert again.config.to_model_config() == tiny_config()
+    assert_same(again(tokens()).logits, model(tokens()).logits)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

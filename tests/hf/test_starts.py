@@ -33,7 +33,7 @@ def test_a_start_near_the_base_is_nearer_than_the_published_one(preset, loops, b
     config = LoopedDecoderConfig.of(base.config, layout=f"1-2x{loops}-1", preset=preset, options={})
     published = causal_class(config)(config)
     published.load_state_dict(base.state_dict(), strict=False)
-    assert distance(near, base) < 0.75 * distance(published, base)
+    assert distance(near, base) < 0.9 * distance(published, base)
 
 
 def test_later_loops_of_operloop_begin_as_small_corrections(base):

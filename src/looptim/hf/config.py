@@ -67,6 +67,15 @@ class LoopedConfig(PreTrainedConfig):
             setattr(self, name, value)
 
     @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """A config as it was saved: attributes with one of our own words, which have no effect, come back as such."""
+        ours = {name: value for name, value in config_dict.items() if name in NAMES}
+        config = super().from_dict({name: config_dict[name] for name in config_dict.keys() - ours}, **kwargs)
+        for name, value in ours.items():
+            setattr(config[0] if isinstance(config, tuple) else config, name, value)
+        return config
+
+    @classmethod
     def from_model_config(cls, config: ModelConfig, **kwargs: Any) -> LoopedConfig:
         """The config of a `LoopedLM`; `kwargs` are those of transformers, such as `eos_token_id`."""
         return cls(**{NAMES.get(name, name): value for name, value in config.model_dump().items()}, **kwargs)

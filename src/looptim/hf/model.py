@@ -28,8 +28,6 @@ class LoopedModel(LoopedPreTrainedModel):
 
     _parts = {"embed_tokens": "embedding", "loops": "loops", "blocks": "blocks", "norm": "norm"}  # noqa: RUF012
 
-    _keys_to_ignore_on_load_unexpected = ["^lm_head"]  # noqa: RUF012
-
     _body: LoopedBody
 
     def __init__(self, config: LoopedConfig, body: LoopedBody | None = None):
@@ -147,6 +145,11 @@ class LoopedModel(LoopedPreTrainedModel):
     def _check_call(self, attention_mask: Any) -> None:
         if self.config.loops != self._loops:
             raise ValueError(f"config.loops was changed to {self.config.loops}; call set_loops({self.config.loops})")
+        if self.shifted and self.config._attn_implementation == "vllm":
+            raise ValueError(
+                "vLLM lays sequences behind each other, and with token_shift=True one would read the end of another; "
+                "generate with transformers"
+            )
         if self.shifted and isinstance(attention_mask, Tensor) and not attention_mask[..., 0].all():
             raise ValueError(
                 "with token_shift=True the first token would read its padding; pad on the right, or not at all"

@@ -101,6 +101,9 @@ class LoopedPreTrainedModel(PreTrainedModel):
         whole = state_dict is None and not kwargs.get("expected_keys") and not load_config.is_quantized
         if whole and not load_config.ignore_mismatched_sizes:
             check_fit(model, checkpoint_files or [])
+        if model.base_model is model:
+            # Said here and not of the class: vLLM, which has the head elsewhere, would not load it either.
+            model._keys_to_ignore_on_load_unexpected = {"^lm_head"}
         given = load_config.weight_mapping or []
         load_config = dataclasses.replace(load_config, weight_mapping=[*given, *renamings()])
         loaded = PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, **kwargs)
