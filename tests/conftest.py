@@ -8,6 +8,9 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 import pytest
 import torch
 
+# It runs beside the tests of transformers only.
+collect_ignore = ["hf/common_suite.py"]
+
 
 @pytest.fixture(autouse=True)
 def seed():
