@@ -133,6 +133,7 @@ def test_a_dataset_by_name_is_streamed(tmp_path, cache, texts, documents):
         find_valid_source(config)
 
 
+@pytest.mark.long
 def test_optional_packages_are_not_imported_for_plain_text(tmp_path):
     (tmp_path / "a.txt").write_text("text " * 99)
     code = (

@@ -91,6 +91,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.long
 def test_offline_it_says_at_once_what_is_missing(run, tmp_path, python):
     start = time.monotonic()
     done = python(tmp_path / "nothing", OFFLINE, run)
@@ -332,6 +333,7 @@ def _same(mine, theirs) -> None:
         assert mine == theirs
 
 
+@pytest.mark.long
 def test_the_command_prints_what_it_found_and_where_it_lies(run):
     command = [sys.executable, "-m", "looptim", "evaluate", str(run), "--tasks", "addition", "--limit", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

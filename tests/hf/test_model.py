@@ -432,6 +432,7 @@ def python(code, tmp_path):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.long
 def test_a_program_that_never_heard_of_looptim_loads_the_folder(tmp_path):
     folder = tmp_path / "model"
     wrapped().save_pretrained(folder)
@@ -442,6 +443,7 @@ def test_a_program_that_never_heard_of_looptim_loads_the_folder(tmp_path):
     assert {file.name for file in folder.iterdir()} == {file.name for file in (tmp_path / "again").iterdir()}
 
 
+@pytest.mark.long
 def test_where_looptim_is_not_installed_the_error_says_what_to_do(tmp_path):
     wrapped().save_pretrained(tmp_path)
     done = python(WITHOUT_LOOPTIM + LOAD.format(path=str(tmp_path)), tmp_path)

@@ -142,6 +142,7 @@ def test_state_dict_round_trips_through_safetensors(case, tmp_path):
     assert torch.equal(loop(e, blocks), other(e, blocks))
 
 
+@pytest.mark.long
 @every
 def test_one_compilation_serves_all_steps_with_the_same_values(case):
     loop, blocks = scramble(make(case)), CausalBlocks()
@@ -157,6 +158,7 @@ def test_one_compilation_serves_all_steps_with_the_same_values(case):
     assert counter.frame_count == 1
 
 
+@pytest.mark.long
 @every
 def test_the_whole_loop_compiles_without_a_graph_break(case):
     loop, blocks = scramble(make(case)).eval(), CausalBlocks()

@@ -277,6 +277,7 @@ class Stack(nn.Module):
         return o + self.inner(o)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["operloop", "operloop_nesterov", "parcae"])
 def test_a_call_compiles_without_a_graph_break(name):
     loop = lo.build(name, width=8, steps=3, **SHARED[name]).eval()

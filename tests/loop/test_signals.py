@@ -183,6 +183,7 @@ def test_an_exit_is_written_on_a_command_line():
     assert set(SIGNALS) == {"residual", "change", "acceleration", "kl", "entropy", "margin"}
 
 
+@pytest.mark.long
 def test_a_masked_exit_compiles_to_one_graph():
     loop, e = loop_and_input()
     depth = Exit("acceleration", 0.3, mode="mask")

@@ -77,6 +77,7 @@ def test_checkpointed_block_counts_once():
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("visits", "as_visit"), [(1, int), (3, torch.tensor)])
 def test_one_compilation_for_all_slots_and_visits(visits, as_visit):
     torch._dynamo.reset()

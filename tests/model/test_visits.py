@@ -155,6 +155,7 @@ def test_gradients_are_finite_and_recomputation_changes_nothing(mode):
         torch.testing.assert_close(recomputed, plain, rtol=0, atol=1e-12)
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_a_masked_exit_compiles_to_one_graph():
     model, x = model_of(), tokens(2, 12)
