@@ -82,6 +82,7 @@ class LoopConfig(Strict):
     preset: str = "none"
     options: dict[str, Any] = {}
     noncausal: bool = Field(False, description="Train it although a token sees later ones or other sequences.")
+    fused: bool = Field(True, description="Run transitions of known parts fused; false is the readable definition.")
 
 
 class ModelConfig(Strict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, final
 
@@ -50,6 +51,15 @@ def require(what: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
         given = value.__name__ + " itself, not one of it" if isinstance(value, type) else type(value).__name__
         raise ValueError(f"{what} must be a looptim {kind.__name__}, got {given}")
+
+
+def check_same_shape(got: Tensor, wanted: Tensor, what: str, like: str) -> None:
+    if not isinstance(got, Tensor):
+        raise ValueError(f"{what} gave a {type(got).__name__}, not a tensor of the shape of {like}")
+    if got.shape != wanted.shape:
+        raise ValueError(
+            f"{what} gave a tensor of shape {tuple(got.shape)}, but {like} is {tuple(wanted.shape)}; they must agree"
+        )
 
 
 def rms_features(Y: Float[Tensor, "B T r d"]) -> Float[Tensor, "B T rd"]:
@@ -111,3 +121,19 @@ class Gate(nn.Module):
             z = wide(z)
             logits = self.a.to(z.dtype) * F.linear(z, self.W.to(z.dtype)) + self.b.to(z.dtype)
             return self.gain * torch.sigmoid(logits)
+
+
+class ByGate(Part):
+    """A part that looks at the state through one gate and nothing else: `forward(ctx, ...) = use(gate(ctx.Z), ...)`.
+
+    The gates of all such parts are computed together where a transition runs fused.
+    """
+
+    gate: Gate
+
+    @abstractmethod
+    def use(self, value: Float[Tensor, "B T outputs"], *others: Any) -> Any:
+        """What the part gives for a value of its gate."""
+
+    def forward(self, ctx: Context, *others: Any) -> Any:
+        return self.use(self.gate(ctx.Z), *others)

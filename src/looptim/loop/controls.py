@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base.numerics import full_precision, wide
-from .base import Context, Gate, Part
+from .base import ByGate, Context, Gate, Part
 from .maps import vector
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class ConstantStep(Step):
 
 
 @final
-class SigmoidStep(Step):
+class SigmoidStep(ByGate, Step):
     """`eta_l = sigmoid(a (W Z) + b)`, one number per token: OperLoop's non-causal ablation (Table 6).
 
     >>> SigmoidStep(8, bias=0.0)(Context(None, torch.zeros(1, 1, 8), None), 1.0).shape
@@ -76,12 +76,12 @@ class SigmoidStep(Step):
         super().__init__()
         self.gate = Gate(features, 1, bias=bias, scale=scale)
 
-    def forward(self, ctx: Context, previous: float | Tensor) -> Float[Tensor, "B T 1 1"]:
-        return self.gate(ctx.Z).unsqueeze(-1)
+    def use(self, value: Tensor, previous: float | Tensor) -> Float[Tensor, "B T 1 1"]:
+        return value.unsqueeze(-1)
 
 
 @final
-class CausalStep(Step):
+class CausalStep(ByGate, Step):
     """`eta_l = sigmoid(a (W Z) + b) eta_{l-1}`, `eta_{-1} = 1` (Eq. 13): decreases from loop to loop.
 
     >>> CausalStep(8, bias=0.0)(Context(None, torch.zeros(1, 1, 8), None), torch.full((1, 1, 1, 1), 0.5)).item()
@@ -95,8 +95,8 @@ class CausalStep(Step):
         super().__init__()
         self.gate = Gate(features, 1, bias=bias, scale=scale)
 
-    def forward(self, ctx: Context, previous: float | Tensor) -> Float[Tensor, "B T 1 1"]:
-        return self.gate(ctx.Z).unsqueeze(-1) * previous
+    def use(self, value: Tensor, previous: float | Tensor) -> Float[Tensor, "B T 1 1"]:
+        return value.unsqueeze(-1) * previous
 
 
 @final
@@ -162,7 +162,7 @@ class ConstantDecay(Decay):
 
 
 @final
-class StreamDecay(Decay):
+class StreamDecay(ByGate, Decay):
     """`Lam = Diag(sigmoid(a (W Z) + b))` (Eq. 14): OperLoop's decay, one number per stream.
 
     >>> StreamDecay(4, 2, bias=0.0)(Context(None, torch.zeros(1, 1, 8), None)).shape
@@ -176,12 +176,12 @@ class StreamDecay(Decay):
         super().__init__()
         self.gate = Gate(streams * width, streams, bias=bias, scale=scale)
 
-    def forward(self, ctx: Context) -> Float[Tensor, "B T r 1"]:
-        return self.gate(ctx.Z).unsqueeze(-1)
+    def use(self, value: Tensor) -> Float[Tensor, "B T r 1"]:
+        return value.unsqueeze(-1)
 
 
 @final
-class ResidualDecay(Decay):
+class ResidualDecay(ByGate, Decay):
     """`Lam = I - H_res`, `H_res = Diag(sigmoid(a (W Z) + b))`: HyperLoop's residual map, seen as a decay.
 
     >>> ResidualDecay(4, 2, bias=0.0)(Context(None, torch.zeros(1, 1, 8), None)).flatten().tolist()
@@ -195,8 +195,8 @@ class ResidualDecay(Decay):
         super().__init__()
         self.gate = Gate(streams * width, streams, bias=bias, scale=scale)
 
-    def forward(self, ctx: Context) -> Float[Tensor, "B T r 1"]:
-        return 1 - self.gate(ctx.Z).unsqueeze(-1)
+    def use(self, value: Tensor) -> Float[Tensor, "B T r 1"]:
+        return 1 - value.unsqueeze(-1)
 
 
 @final

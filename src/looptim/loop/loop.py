@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple, cast, final
 import torch
 from torch import Tensor, nn
 
-from .base import require
+from ..base.choices import choose
+from .base import check_same_shape, require
 from .depth import Depth, Fixed
+from .fused import FORMS, form_of
 from .rules import Carry
 from .state import Copies, Mean
-from .transition import Record, Transition, check_same_shape
+from .transition import Record, Transition
 from .waiting import merge
 from .walk import Decode, Walk
 
@@ -143,6 +145,24 @@ class Loop(nn.Module):
         depth = Fixed(self.steps) if depth is None else depth
         require("depth", depth, Depth)
         return depth.begin(self, e, decode)
+
+    def set_form(self, form: str) -> None:
+        """How transitions of known parts run: `fused` (so they are built), `compiled`, or `readable`, the definition.
+
+        >>> import looptim as lo
+        >>> loop = lo.build("operloop", width=8, steps=3)
+        >>> loop.set_form("readable")
+        >>> loop.form
+        'readable'
+        """
+        for transition in cast("list[Transition]", list(self.transitions)):
+            transition.kernels = choose("form", form, FORMS)()
+
+    @property
+    def form(self) -> str:
+        """How the transitions run, and the part that keeps them readable where they were to run fused."""
+        forms = dict.fromkeys(form_of(transition) for transition in cast("list[Transition]", list(self.transitions)))
+        return ", ".join(forms)
 
     def _check(self, e: Tensor, grad_steps: int | None) -> None:
         if not isinstance(e, Tensor) or not e.is_floating_point():

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base.numerics import full_precision, rms_norm, wide
-from .base import Context, Gate, Part
+from .base import ByGate, Context, Gate, Part
 from .maps import Composed, Dense, Diagonal, Identity, Map, Pullback, Shift, Streams
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ class Shifted(Projection):
 
 
 @final
-class StreamMap(MapPart):
+class StreamMap(ByGate, MapPart):
     """A row vector over the streams, `gain * sigmoid(a (W Z) + b)` (Eq. 15): `H_pre`, `H_post` or `H_in`.
 
     >>> ctx = Context(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 8), torch.zeros(1, 1, 4))
@@ -249,8 +249,8 @@ class StreamMap(MapPart):
         self.symbol = name
         self.where = f"{name} = {'' if gain == 1 else f'{gain:g} '}σ(a·(W Z) + b)"
 
-    def forward(self, ctx: Context) -> Streams:
-        return Streams(self.gate(ctx.Z))
+    def use(self, value: Tensor) -> Streams:
+        return Streams(value)
 
 
 @final

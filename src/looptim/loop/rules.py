@@ -143,11 +143,14 @@ class Descent(Rule):
         return super().init(Y)._replace(memory=memory)
 
     def forward(self, Y: Tensor, G: Tensor, ctx: Context, carry: Carry) -> tuple[Tensor, Carry]:
+        return self.move(Y, G, self.step(ctx, carry.eta), self.decay(ctx), carry)
+
+    def move(self, Y: Tensor, G: Tensor, eta: float | Tensor, lam: Any, carry: Carry) -> tuple[Tensor, Carry]:
+        """The next state and the next carry, for a step size and a decay."""
         D, memory = G, []
         for direction, remembered in zip(self.directions, memory_for(self, Y, carry) or (), strict=True):
             D, remembered = direction(D, remembered)
             memory.append(remembered)
-        eta, lam = self.step(ctx, carry.eta), self.decay(ctx)
         Y_next = (descend if self.retract is None else self.retract)(Y, D, eta, lam)
         return Y_next, Carry(eta, lam, tuple(memory) or None)
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..base.numerics import rms_norm
-from .base import Context, Part, require, rms_features
+from . import fused
+from .base import Context, Part, check_same_shape, require, rms_features
 from .maps import Map
 from .objectives import Objective
 from .projections import MapPart, Projection
@@ -124,6 +125,8 @@ class Transition(nn.Module):
         self.write = write
         self.target = target
         self.features = features
+        self.kernels: fused.Kernels | None = fused.EAGER
+        """What the fused form runs on; None for the readable form."""
 
     def step(
         self,
@@ -154,15 +157,8 @@ class Transition(nn.Module):
         blocks: Callable[[Tensor], Tensor],
         carry: Carry,
     ) -> tuple[Float[Tensor, "B T r d"], Carry]:
-        """The next state and the next carry."""
+        """The next state and the next carry, fused where every part is known."""
+        if self.kernels is not None and fused.unknown_part(self) is None:
+            return fused.step(self, self.kernels, Y, blocks, carry)
         record = self.step(Y, e, blocks, carry)
         return record.Y, record.carry
-
-
-def check_same_shape(got: Tensor, wanted: Tensor, what: str, like: str) -> None:
-    if not isinstance(got, Tensor):
-        raise ValueError(f"{what} gave a {type(got).__name__}, not a tensor of the shape of {like}")
-    if got.shape != wanted.shape:
-        raise ValueError(
-            f"{what} gave a tensor of shape {tuple(got.shape)}, but {like} is {tuple(wanted.shape)}; they must agree"
-        )

@@ -23,7 +23,9 @@ def build_loop(config: ModelConfig, loops: int | None) -> Loop:
         raise ValueError(f"{name} is no option of a loop; it comes from {source}")
     # A norm inside a transition is a norm of the model like any other.
     eps = {"norm_eps": config.norm_eps} if "norm_eps" in options_of(config.loop.preset) else {}
-    return build(config.loop.preset, width=config.width, steps=loops, **eps | config.loop.options)
+    loop = build(config.loop.preset, width=config.width, steps=loops, **eps | config.loop.options)
+    loop.set_form("fused" if config.loop.fused else "readable")
+    return loop
 
 
 def build_block(config: ModelConfig, layer: LayerSpec, visits: int) -> Block:

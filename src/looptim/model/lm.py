@@ -249,9 +249,12 @@ class LoopedBody(nn.Module):
         ]
 
     def compile_blocks(self, **options) -> None:
-        """Compile the distinct blocks, not the loop: one compilation of a block serves every visit of it."""
+        """Compile the blocks, and of transitions what runs fused, not the loop: each once for all its visits."""
         for block in self.blocks:
             block.compile(**options)
+        for loop in cast("list[Loop]", list(self.loops)):
+            if self.config.loop.fused:
+                loop.set_form("compiled")
 
 
 class LoopedLM(LoopedBody):

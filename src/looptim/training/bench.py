@@ -11,6 +11,7 @@ import torch
 
 from ..base.console import Progress
 from ..config import Config, ModelConfig, TrainConfig
+from ..loop import Loop
 from ..model import LoopedLM
 from ..model.count import Count, count
 from .amx import guard_bf16
@@ -24,7 +25,7 @@ MODEL |= {"kv_heads": 2, "head_dim": 32, "window": 128, "sliding_rotary": 32, "f
 MODEL |= {"dense_layers": 4, "dense_hidden": 1024, "loop": {"preset": "vanilla"}}
 TRAIN: dict[str, Any] = {"batch_size": 4, "seq_len": 512}
 
-COLUMNS = ("transition", "time", "quartiles", "FLOPs", "parameters", "MFU")
+COLUMNS = ("transition", "time", "quartiles", "FLOPs", "parameters", "MFU", "form")
 
 
 def bench(names: str | Iterable[str] = (), config: Config | None = None, *, repeats: int = 9) -> dict[str, Any]:
@@ -76,7 +77,7 @@ def bench(names: str | Iterable[str] = (), config: Config | None = None, *, repe
         "repeats": repeats,
         "gemm_peak": peak,
         "seconds": statistics.median(turn["vanilla"] for turn in times),
-        "rows": [_row(name, times, counts, tokens.numel() / peak) for name in configs],
+        "rows": [_row(name, times, counts, tokens.numel() / peak) | {"form": form(models[name])} for name in configs],
     }
 
 
@@ -94,11 +95,16 @@ def _row(name: str, times: list[dict[str, float]], counts: Mapping[str, Count], 
     }
 
 
+def form(model: LoopedLM) -> str:
+    """How the transitions of a model run: fused, compiled or readable."""
+    return ", ".join(dict.fromkeys(cast(Loop, loop).form for loop in model.loops))
+
+
 def cells(row: dict[str, Any]) -> list[str]:
     """A row as the strings of `COLUMNS`."""
     low, high = row["time_quartiles"]
     ratios = [f"{row[key]:.3f}" for key in ("flops", "parameters")]
-    return [row["name"], f"{row['time']:.3f}", f"{low:.2f} to {high:.2f}", *ratios, f"{row['mfu']:.1%}"]
+    return [row["name"], f"{row['time']:.3f}", f"{low:.2f} to {high:.2f}", *ratios, f"{row['mfu']:.1%}", row["form"]]
 
 
 def _with_preset(config: Config, name: str) -> Config:
@@ -119,6 +125,9 @@ def _models(configs: Mapping[str, Config], device: torch.device) -> dict[str, Lo
         for part in ("embedding", "blocks", "norm", "head"):
             setattr(model, part, getattr(shared, part))
         model.checkpointing = config.train.activation_checkpointing
+        if config.train.compile:
+            for loop in model.loops:
+                cast(Loop, loop).set_form("compiled")
         models[name] = model.to(device)
     return models
 

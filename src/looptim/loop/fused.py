@@ -1,0 +1,109 @@
+"""The fast twin of `Transition.step` for streams: one projection for all controllers, two hand-written functions.
+
+It gives the state and the carry of the readable form, which stays the definition, and what it saves for the backward
+is the state and one vector per token. Parts it does not know leave a transition readable.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ..base.numerics import wide
+from . import kernels
+from .base import ByGate, check_same_shape, rms_features
+from .controls import ConstantDecay, ConstantStep
+from .maps import Streams
+from .projections import StreamMap, StreamRead
+from .rules import Carry, Descent
+
+if TYPE_CHECKING:
+    from .transition import Transition
+
+
+class Kernels(NamedTuple):
+    """What computes the heavy parts: the functions as they are, or compiled."""
+
+    read: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    write: Callable[..., Tensor]
+
+
+EAGER = Kernels(kernels.read, kernels.write)
+
+
+@functools.cache
+def compiled_kernels() -> Kernels:
+    """The same compiled, parameters being inputs: one compilation serves all steps of all loops of a size."""
+    return Kernels(torch.compile(kernels.read), torch.compile(kernels.write))
+
+
+FORMS: dict[str, Callable[[], Kernels | None]] = {
+    "fused": lambda: EAGER,
+    "compiled": compiled_kernels,
+    "readable": lambda: None,
+}
+"""How a transition may run."""
+
+
+def form_of(transition: Transition) -> str:
+    """How a transition runs: a word of `FORMS`, and the part that keeps it readable where it was to run fused."""
+    unknown = unknown_part(transition)
+    if transition.kernels is None or unknown is not None:
+        return "readable" if transition.kernels is None else f"readable, for {unknown}"
+    return "fused" if transition.kernels is EAGER else "compiled"
+
+
+def unknown_part(transition: Transition) -> str | None:
+    """The part for which a transition cannot run fused; None where it can."""
+    projection, rule = transition.projection, transition.rule
+    if not isinstance(projection, StreamRead):
+        return f"the projection {type(projection).__name__}"
+    if transition.features is not rms_features:
+        return "features of its own"
+    if transition.write is not None and not isinstance(transition.write, StreamMap):
+        return f"the write map {type(transition.write).__name__}"
+    if not isinstance(rule, Descent):
+        return f"the rule {type(rule).__name__}"
+    for part, constant in ((rule.step, ConstantStep), (rule.decay, ConstantDecay)):
+        if not isinstance(part, constant) and type(part).forward is not ByGate.forward:
+            return f"the {'step' if part is rule.step else 'decay'} {type(part).__name__}"
+    return None
+
+
+def step(
+    transition: Transition, run: Kernels, Y: Tensor, blocks: Callable[[Tensor], Tensor], carry: Carry
+) -> tuple[Tensor, Carry]:
+    """One step of a transition whose parts are all known: the next state and the next carry."""
+    projection, rule = cast(StreamRead, transition.projection), cast(Descent, transition.rule)
+    parts = [part for part in (projection.map, transition.write, rule.decay, rule.step) if isinstance(part, ByGate)]
+    gates = [part.gate for part in parts]
+    W, a, b = (wide(torch.cat([getattr(gate, name) for gate in gates])).to(wide(Y).dtype) for name in "Wab")
+    o, v, Y = run.read(Y, W, a, b, projection.map.gate.gain)
+    t = blocks(o)
+    check_same_shape(t, o, "blocks", "the block input")
+    t = t if transition.target is None else transition.target(t)
+    g = transition.objective.grad(o, t)
+    sigmoids = v.split([len(gate.b) for gate in gates], dim=-1)
+    values: dict[Any, Tensor] = {
+        part: _times(gate.gain, value) for part, gate, value in zip(parts, gates, sigmoids, strict=True)
+    }
+
+    def use(part: Any, *others: Any) -> Any:
+        return part.use(values[part], *others) if part in values else part(None, *others)
+
+    eta, lam = use(rule.step, carry.eta), use(rule.decay)
+    x = values[projection.map if transition.write is None else transition.write]
+    if rule.directions or rule.retract is not None:
+        return rule.move(Y, Streams(x).write(g), eta, lam, carry)
+    keep, width = 1 - eta * lam, x.shape
+    k = keep.squeeze(-1).expand(width) if isinstance(keep, Tensor) else torch.full_like(x, keep)
+    w = eta.squeeze(-1) * x if isinstance(eta, Tensor) else _times(eta, x)
+    return run.write(Y, g, k, w), Carry(eta, lam, None)
+
+
+def _times(number: float, x: Tensor) -> Tensor:
+    return x if number == 1 else number * x
