@@ -259,3 +259,17 @@ def test_generation_leaves_the_training_path_alone():
     before = model(tokens())
     LoopedForCausalLM.from_looped(model).generate(tokens(), **GREEDY)
     assert torch.equal(model(tokens()), before)
+
+
+@pytest.mark.long
+def test_a_decode_step_with_a_static_cache_compiles_whole():
+    model = LoopedForCausalLM.from_looped(lo.LoopedLM(lo.ModelConfig.tiny(layout="1-2x3-1"), seed=0)).eval()
+    ids = torch.randint(257, (2, 17))
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits[:, -1:]
+        cache = StaticCache(config=model.config, max_cache_len=32)
+        model(ids[:, :16], past_key_values=cache)
+        torch._dynamo.reset()
+        step = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+        got = step(ids[:, 16:], past_key_values=cache, position_ids=torch.full((2, 1), 16)).logits
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)

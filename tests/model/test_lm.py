@@ -389,3 +389,27 @@ def test_flops_agree_with_torchs_counter_on_a_real_forward(layout):
         LoopedLM(small, seed=0)(torch.zeros(2, T, dtype=torch.long))
     square = counted["attention scores"] * T / ((T + 1) / 2)
     assert counter.get_total_flops() == 2 * T * (matmuls + square)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("preset", ["operloop", "vanilla", "parcae"])
+def test_the_forward_of_a_training_step_compiles_whole(preset):
+    model = LoopedLM(ModelConfig.tiny(layout="1-2x3-1", loop={"preset": preset}), seed=0).eval()
+    tokens = torch.randint(257, (2, 16))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda tokens: model.loss(tokens, tokens).loss, fullgraph=True, backend="aot_eager")
+    loss = compiled(tokens)
+    torch.testing.assert_close(loss, model.loss(tokens, tokens).loss)
+    loss.backward()
+    got = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model.loss(tokens, tokens).loss.backward()
+    torch.testing.assert_close(got, [parameter.grad for parameter in model.parameters()], rtol=1e-4, atol=1e-6)
+
+
+def test_a_few_tokens_have_the_logits_of_many():
+    model = LoopedLM(ModelConfig.tiny(layout="1-2x3-1", max_length=256), seed=0).eval()
+    tokens = torch.randint(257, (1, 200))
+    with torch.no_grad():
+        many, few = model(tokens), model(tokens[:, :3])
+    torch.testing.assert_close(few, many[:, :3], rtol=1e-5, atol=1e-5)

@@ -27,6 +27,7 @@ class LoopedPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
+    _can_compile_fullgraph = True
     _supports_flex_attn = True
     _supports_flash_attn = True
     _supports_attention_backend = True

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..base.numerics import full_precision, wide
+from ..base.numerics import few_without_grad, full_precision, wide
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -34,6 +34,8 @@ def read(
 
     The state comes back so that both its gradients meet here, in one pass.
     """
+    if few_without_grad(Y):
+        return read_formula(Y, W, a, b, gain)
     o, v, Y = Read.apply(Y, W, a, b, gain)  # pyright: ignore[reportGeneralTypeIssues]
     return o, v, Y
 
@@ -42,6 +44,8 @@ def write(
     Y: Float[Tensor, "B T r d"], g: Float[Tensor, "B T d"], k: Float[Tensor, "B T r"], w: Float[Tensor, "B T r"]
 ) -> Float[Tensor, "B T r d"]:
     """`Y' = k Y - w g` in fp32 or wider, rounded once to the dtype of the state."""
+    if few_without_grad(Y):
+        return write_formula(Y, g, k, w)
     Y_next = Write.apply(Y, g, k, w)
     assert isinstance(Y_next, Tensor)
     return Y_next

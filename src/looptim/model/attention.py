@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..base.numerics import few_without_grad, wide
 from .norm import RMSNorm
 from .rope import apply_rope
 
@@ -212,8 +213,21 @@ class Attention(nn.Module):
         self, x: Float[Tensor, "batch length width"], attend: Attend, rope: tuple[Tensor, Tensor]
     ) -> Float[Tensor, "batch length width"]:
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = (apply_rope(t.transpose(1, 2), *rope) for t in (q, k))
+        if few_without_grad(x):
+            # Each call costs more than its work here, so that queries and keys share one norm and one rotation.
+            both = self._norm_together(torch.cat([q, k], dim=-2), q.shape[-2])
+            q, k = apply_rope(both.transpose(1, 2), *rope).split([q.shape[-2], k.shape[-2]], dim=1)
+        else:
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)
+            q, k = (apply_rope(t.transpose(1, 2), *rope) for t in (q, k))
         y = attend(q, k, v.transpose(1, 2))
         return self.o(y.transpose(1, 2).flatten(2))
+
+    def _norm_together(self, both: Float[Tensor, "batch length heads dim"], heads: int) -> Tensor:
+        """The norms of the first `heads` queries and of the keys after them, where there are norms."""
+        if self.q_norm is None or self.k_norm is None:
+            return both
+        gains = [self.q_norm.gain.expand(heads, -1), self.k_norm.gain.expand(both.shape[-2] - heads, -1)]
+        normed = F.rms_norm(wide(both), both.shape[-1:], eps=self.q_norm.eps)
+        return torch.addcmul(normed, normed, torch.cat(gains).to(normed.dtype)).to(both.dtype)

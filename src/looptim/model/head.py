@@ -61,8 +61,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_h = torch.empty_like(h) if wants_h else None
         grad_W = torch.zeros_like(W) if wants_W else None
         total = h.new_zeros((), dtype=dtype)
-        for rows in torch.arange(h.shape[0], device="cpu").split(chunk):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
+        for start in range(0, h.shape[0], chunk):
+            part = slice(start, start + chunk)
             x, y = h[part].to(dtype), targets[part]
             counts = (y != IGNORE).unsqueeze(-1)
             # Only ignored targets become token 0: any other wrong target must fail in gather.

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..base.numerics import few_without_grad
+
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
@@ -47,7 +49,7 @@ def apply_rope(
         raise ValueError(f"rotary_width {2 * half} exceeds the head dim {x.shape[-1]}: make it smaller.")
     if cos.ndim == 3:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or few_without_grad(x):
         return rotate_by_formula(x, cos, sin)
     y = Rotation.apply(x, cos, sin)
     assert isinstance(y, Tensor)
@@ -58,9 +60,9 @@ def rotate_by_formula(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The definition; a compiler makes one kernel of it."""
     half = cos.shape[-1]
     dtype = torch.promote_types(x.dtype, torch.float32)
-    first, second = x[..., :half].to(dtype), x[..., half : 2 * half].to(dtype)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return torch.cat([turned.to(x.dtype), x[..., 2 * half :]], dim=-1)
+    first, second, rest = (part.to(dtype) for part in x.split([half, half, x.shape[-1] - 2 * half], dim=-1))
+    turned = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
+    return torch.cat([*turned, rest], dim=-1).to(x.dtype)
 
 
 class Rotation(torch.autograd.Function):
