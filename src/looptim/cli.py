@@ -11,6 +11,7 @@ import json as json_module
 import os
 import shutil
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -386,10 +387,20 @@ def bench(
     ] = None,
     set: Set = None,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds in which all transitions take their turn.")] = 9,
+    suite: Annotated[bool, typer.Option("--suite", help="Measure all that is watched, peers included.")] = False,
+    baseline: Annotated[
+        Path | None, typer.Option(help="With --suite: fail where this JSON of --suite --json was better.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Measure what a transition costs here: time, FLOPs and parameters of a training step over the vanilla loop's."""
     import looptim
+
+    if suite or baseline:
+        if not suite or names or recipe or set:
+            raise ValueError("--baseline goes with --suite, which takes no PRESET, --recipe or --set; leave them out")
+        _bench_suite(repeats, baseline, json=json)
+        return
     from looptim.training.bench import COLUMNS, cells
 
     if set and not recipe:
@@ -402,6 +413,24 @@ def bench(
     print(f"vanilla: {answer['seconds']:.3g} s for {answer['tokens']:,} tokens, forward + backward")
     print(f"MFU is of {answer['gemm_peak'] / 1e9:,.0f} GFLOP/s, a large matmul; all else is a ratio to vanilla")
     print_table(list(COLUMNS), [cells(row) for row in answer["rows"]])
+
+
+def _bench_suite(repeats: int, baseline: Path | None, *, json: bool) -> None:
+    from looptim.hf.bench import COLUMNS, as_json, processor, regressions, suite
+
+    measures = suite(repeats=repeats)
+    if json:
+        print(as_json(measures), end="")
+    else:
+        print(f"{processor()}; medians and quartiles of {repeats} rounds")
+        print_table(list(COLUMNS), [measure.cells for measure in measures])
+    if baseline is not None:
+        worse = regressions(measures, baseline)
+        if worse is None:
+            print(f"{baseline} is of another kind of processor: nothing is compared", file=sys.stderr)
+        elif worse:
+            print("\n".join(["worse than the baseline:", *worse]), file=sys.stderr)
+            raise typer.Exit(1)
 
 
 def main() -> None:

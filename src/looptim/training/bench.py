@@ -82,7 +82,7 @@ def bench(names: str | Iterable[str] = (), config: Config | None = None, *, repe
 
 
 def _row(name: str, times: list[dict[str, float]], counts: Mapping[str, Count], tokens_per_peak: float) -> dict:
-    low, middle, high = _quartiles([turn[name] / turn["vanilla"] for turn in times])
+    low, middle, high = quartiles([turn[name] / turn["vanilla"] for turn in times])
     ratios = counts[name].ratios(counts["vanilla"])
     training_flops = 3 * sum(counts[name].flops.values())
     return {
@@ -158,7 +158,8 @@ def _seconds(run: Callable[[], Any], device: str) -> float:
     return time.perf_counter() - start
 
 
-def _quartiles(values: list[float]) -> tuple[float, float, float]:
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """The quartiles of some values, the median in the middle."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     return cast(tuple[float, float, float], tuple(statistics.quantiles(values, n=4, method="inclusive")))

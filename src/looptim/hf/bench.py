@@ -1,0 +1,183 @@
+"""The benchmarks of `looptim bench --suite`: ratios inside one run, against vanilla loops and peers of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+from ..config import Config, ModelConfig
+from ..loop import build
+from ..model import Layout, LoopedLM
+from ..recipe import load_config
+from ..training.bench import bench, quartiles, rounds
+from .model import LoopedForCausalLM
+
+VIEWS = {"view", "_unsafe_view", "unsqueeze", "squeeze", "transpose", "t", "expand", "slice", "select", "split"}
+VIEWS |= {"split_with_sizes", "unbind", "permute", "alias", "detach", "_reshape_alias", "as_strided", "promote_types"}
+"""Operations that compute nothing."""
+
+COLUMNS = ("measure", "median", "quartiles", "better")
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """A ratio or a count: its median and quartiles over the rounds of one run."""
+
+    name: str
+    low: float
+    median: float
+    high: float
+    better: str
+    """`lower` or `higher`."""
+
+    @property
+    def cells(self) -> list[str]:
+        """As the strings of `COLUMNS`."""
+        return [self.name, f"{self.median:.3f}", f"{self.low:.3f} to {self.high:.3f}", self.better]
+
+
+def suite(*, repeats: int = 9) -> list[Measure]:
+    """Everything that is watched, each a ratio of two things that took turns, or a count."""
+    return [*training(repeats), saved_words(), *decoding(repeats)]
+
+
+def training(repeats: int) -> list[Measure]:
+    """OperLoop over the vanilla loop: forward and backward, eager and compiled, in a study's model and in a wider."""
+    measures = []
+    study = load_config("study")
+    compiled = study.model_copy(update={"train": study.train.model_copy(update={"compile": True})})
+    cases: dict[str, Config | None] = {"study": study, "study, compiled": compiled, "width 256, K = 4": None}
+    for name, config in cases.items():
+        answer = bench("operloop", config, repeats=repeats)
+        vanilla, operloop = answer["rows"]
+        low, high = operloop["time_quartiles"]
+        measures.append(Measure(f"operloop over vanilla, {name}", low, operloop["time"], high, "lower"))
+        ratio = operloop["mfu"] / vanilla["mfu"]
+        measures.append(Measure(f"utilization of operloop over vanilla, {name}", ratio, ratio, ratio, "higher"))
+    return measures
+
+
+def saved_words(width: int = 256, tokens: int = 16, steps: int = 4) -> Measure:
+    """What an OperLoop step saves for the backward, in words of d per token."""
+    loop, kept = build("operloop", width=width, steps=steps), {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        h = loop(torch.randn(1, tokens, width, requires_grad=True), lambda o: 2 * o)
+    assert isinstance(h, Tensor) and h.requires_grad
+    parameters = sum(parameter.numel() for parameter in loop.parameters())
+    words = (sum(kept.values()) - parameters) / (tokens * width * steps)
+    return Measure("d words per token saved by an operloop step", words, words, words, "lower")
+
+
+def decoding(repeats: int, new_tokens: int = 48) -> list[Measure]:
+    """`small` with a KV cache, batch 1, over Glm4Moe of transformers of equal unrolled size; operations per layer."""
+    config = load_config("small").model
+    ours = LoopedForCausalLM.from_looped(LoopedLM(config, seed=0)).eval()
+    prompt = torch.randint(config.vocab_size, (1, 64))
+
+    def decode(model: Any) -> Callable[[], Any]:
+        options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+        return torch.inference_mode()(lambda: model.generate(prompt, **options))
+
+    times = rounds({"ours": decode(ours), "theirs": decode(peer(config))}, repeats, "cpu")
+    low, median, high = quartiles([turn["theirs"] / turn["ours"] for turn in times])
+    operations = count_operations(ours, prompt) / len(Layout.of(config).layers)
+    return [
+        Measure("decoding speed over Glm4Moe, small, batch 1", low, median, high, "higher"),
+        Measure("operations per unrolled layer in decoding", operations, operations, operations, "lower"),
+    ]
+
+
+def peer(config: ModelConfig) -> Glm4MoeForCausalLM:
+    """Glm4Moe with the widths of `config` and a layer of its own for every unrolled one."""
+    shape = Glm4MoeConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.width,
+        intermediate_size=config.dense_hidden,
+        moe_intermediate_size=config.expert_hidden,
+        num_hidden_layers=len(Layout.of(config).layers),
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        n_routed_experts=config.experts,
+        num_experts_per_tok=config.top_k,
+        n_shared_experts=1,
+        first_k_dense_replace=config.dense_layers,
+        use_qk_norm=config.qk_norm,
+        max_position_embeddings=config.max_length,
+        tie_word_embeddings=config.tied,
+        eos_token_id=None,
+        n_group=1,
+        topk_group=1,
+    )
+    return Glm4MoeForCausalLM(shape).eval()
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[function._schema.name.rpartition("::")[2]] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def count_operations(model: LoopedForCausalLM, prompt: Tensor) -> int:
+    """The operations of one decode step, views left out."""
+    cache = model(prompt, use_cache=True).past_key_values
+    with _Operations() as seen:
+        model(prompt[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return sum(number for name, number in seen.names.items() if name not in VIEWS)
+
+
+def processor() -> str:
+    """What the measures belong to: another kind of processor has other ratios."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.is_file() else []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    return f"{platform.machine()} {model} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def as_json(measures: list[Measure]) -> str:
+    """A baseline to compare with later."""
+    listed = [dataclasses.asdict(measure) for measure in measures]
+    facts = {"processor": processor(), "torch": torch.__version__, "threads": torch.get_num_threads()}
+    return json.dumps({**facts, "measures": listed}, indent=2) + "\n"
+
+
+def regressions(measures: list[Measure], baseline: Path) -> list[str] | None:
+    """What is worse than the baseline beyond the noise of both, a line each; None on another kind of processor."""
+    try:
+        known = json.loads(baseline.read_text())
+        before = {each["name"]: Measure(**each) for each in known["measures"]}
+        same = known["processor"] == processor()
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{baseline} is no baseline; make one with looptim bench --suite --json") from None
+    if not same:
+        return None
+    return [line for now in measures if now.name in before for line in _compare(now, before[now.name])]
+
+
+def _compare(now: Measure, before: Measure) -> list[str]:
+    # Half of all rounds lie between the quartiles, so that three times their distance is beyond nearly all.
+    noise = max(3 * (now.high - now.low), 3 * (before.high - before.low), 0.02 * before.median)
+    worse = (now.median - before.median) * (1 if now.better == "lower" else -1)
+    change = f"{before.median:.3f} -> {now.median:.3f}, noise {noise:.3f}"
+    return [f"{now.name}: {change}"] if worse > noise else []

@@ -1,0 +1,61 @@
+"""The suite of benchmarks: what is counted, and when a comparison with a baseline fails."""
+
+import dataclasses
+
+import pytest
+import torch
+from support import run
+
+import looptim as lo
+from looptim.hf import LoopedForCausalLM
+from looptim.hf.bench import Measure, as_json, count_operations, peer, regressions, saved_words
+
+STEADY = Measure("time", 1.00, 1.01, 1.02, "lower")
+
+
+@pytest.fixture
+def baseline(tmp_path):
+    file = tmp_path / "baseline.json"
+    file.write_text(as_json([STEADY, Measure("speed", 1.38, 1.40, 1.42, "higher")]))
+    return file
+
+
+def test_a_regression_is_what_is_worse_beyond_the_noise_of_both(baseline):
+    assert regressions([STEADY, Measure("speed", 1.3, 1.3, 1.4, "higher")], baseline) == []
+    assert regressions([Measure("time", 0.5, 0.5, 0.5, "lower"), Measure("speed", 2, 2, 2, "higher")], baseline) == []
+    slow = dataclasses.replace(STEADY, low=1.19, median=1.2, high=1.21)
+    assert regressions([slow], baseline) == ["time: 1.010 -> 1.200, noise 0.060"]
+    assert len(regressions([Measure("speed", 0.99, 1.0, 1.01, "higher")], baseline)) == 1
+
+
+def test_another_kind_of_processor_is_not_compared(baseline):
+    baseline.write_text(baseline.read_text().replace('"processor": "', '"processor": "another '))
+    assert regressions([dataclasses.replace(STEADY, median=9.0)], baseline) is None
+
+
+def test_what_is_no_baseline_is_refused(tmp_path):
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(ValueError, match="no baseline"):
+        regressions([STEADY], tmp_path / "other.json")
+
+
+def test_counts_of_a_step():
+    assert saved_words().median < 5.4
+    config = lo.ModelConfig.tiny(layout="1-2x3-1")
+    model = LoopedForCausalLM.from_looped(lo.LoopedLM(config, seed=0)).eval()
+    # Eight unrolled layers.
+    assert count_operations(model, torch.zeros(1, 4, dtype=torch.long)) < 8 * 90
+
+
+def test_the_peer_has_the_unrolled_size():
+    config = lo.ModelConfig.tiny(layout="1-2x3-1", dense_layers=1)
+    model = peer(config)
+    assert len(model.model.layers) == 8
+    assert model.model.layers[1].mlp.gate.weight.shape == (config.experts, config.width)
+
+
+@pytest.mark.long
+def test_the_suite_takes_no_recipe():
+    answer = run("bench", "operloop", "--suite")
+    assert answer.returncode == 2
+    assert "--suite" in answer.stderr
