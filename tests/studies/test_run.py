@@ -30,6 +30,8 @@ from looptim.studies.measures import Outcome, as_json, compare, outcomes, spikes
 from looptim.studies.run import load_plan
 from looptim.studies.tables import tables
 
+pytestmark = pytest.mark.long
+
 RECIPE = """
 [model]
 layout = "1-1x2-1"
