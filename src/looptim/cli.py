@@ -124,7 +124,7 @@ def count(
 ) -> None:
     """Count parameters, FLOPs and cache bytes by component, and as ratios to another recipe, without allocating."""
     import looptim
-    from looptim.model.count import component_cells, convention_cells
+    from looptim.model.count import COMPONENT_HEAD, CONVENTION_HEAD, component_cells, convention_cells
 
     config = looptim.load_config(recipe, set=set or ())
     ours = looptim.count(config, seq_len=seq_len)
@@ -134,8 +134,8 @@ def count(
         print(json_module.dumps({**ours.as_dict(), "ratios": ratios}, indent=2, ensure_ascii=False))
         return
     print(f"{recipe}: {ours.name}, {ours.distinct_blocks} distinct blocks, depth {ours.depth}, {ours.seq_len} tokens")
-    print_table(["component", "parameters", "active", "forward FLOPs/token"], component_cells(ours))
-    header = ["quantity", "convention", "value", *([f"ratio to {against}"] if other else [])]
+    print_table(COMPONENT_HEAD, component_cells(ours))
+    header = [*CONVENTION_HEAD, *([f"ratio to {against}"] if other else [])]
     print_table(header, convention_cells(ours, other))
     print(f"training FLOPs per token: {3 * sum(ours.flops.values()):,.0f} (three forward passes)")
     print(f"KV cache: {ours.kv_bytes_per_token:,} bytes per token while no window is full (bf16, a slot per layer)")

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 from typing import final
 
+from ..base.markup import html_table
 from .base import require, symbol
 from .diagnose import diagnose_maps, input_map
 from .loop import Loop
@@ -43,8 +44,9 @@ class Description:
     """What the letters stand for."""
     summary: str
 
-    def __str__(self) -> str:
-        rows = {
+    def rows(self) -> dict[str, str]:
+        """What is printed, by its name."""
+        return {
             "projection": f"o = {self.projection}",
             "target": f"t = {self.target}",
             "objective": f"L = {self.objective}",
@@ -56,10 +58,19 @@ class Description:
             "read-out": self.readout,
             "parameters": f"{self.parameters:,} ({'loop-specific' if self.loop_specific else 'shared by all loops'})",
         }
-        lines = [self.name + (f": {self.summary}" if self.summary else "")]
-        lines += [f"  {key:<11} {value}" for key, value in rows.items()]
-        lines += [f"  {'where':<11} {text}" for text in self.where]
-        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        lines = [f"  {key:<11} {value}" for key, value in self._lines()]
+        return "\n".join([self._title(), *lines])
+
+    def _repr_html_(self) -> str:
+        return html_table(self._lines(), title=self._title())
+
+    def _title(self) -> str:
+        return self.name + (f": {self.summary}" if self.summary else "")
+
+    def _lines(self) -> list[tuple[str, str]]:
+        return [*self.rows().items(), *(("where", text) for text in self.where)]
 
 
 def describe(loop: Loop) -> Description:

@@ -10,6 +10,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ..base.markup import html_table
 from .base import Context, require, symbol
 from .causality import find_leak
 from .loop import Loop
@@ -65,6 +66,10 @@ class Diagnosis:
         if not self.causal:
             advice = "it cannot be aligned, since the adjoint would write to earlier tokens"
         return f"{self.name}: mismatch; it reads through {self.read} but writes through {self.write}, {gap}; {advice}."
+
+    def _repr_html_(self) -> str:
+        rows = [(key, f"{value:.3g}" if isinstance(value, float) else value) for key, value in vars(self).items()]
+        return html_table(rows, title=str(self))
 
 
 def diagnose(loop: Loop) -> Diagnosis:

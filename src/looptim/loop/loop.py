@@ -193,6 +193,12 @@ class Loop(nn.Module):
         transitions = cast("list[Transition]", list(self.transitions))
         return (transitions + transitions[-1:] * steps)[:steps]
 
+    def _repr_html_(self) -> str:
+        # What a loop is called is read off its parts by a module above this one.
+        from .describe import describe
+
+        return describe(self)._repr_html_()
+
     def extra_repr(self) -> str:
         return f"name={self.name!r}, steps={self.steps}, {'shared' if self.shared else 'loop-specific'}"
 

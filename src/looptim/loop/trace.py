@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
 
+from ..base.markup import html_table
 from .controls import StreamMatrix
 from .loop import Loop
 from .maps import Map
@@ -17,7 +18,7 @@ from .transition import Record, Transition
 
 
 @final
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class Trace:
     """What every step computed: lists with one entry per step, but for `state`, which also has the first, `Y_0`.
 
@@ -40,6 +41,30 @@ class Trace:
     """`x`, the map the error was written with; the same object where the transition is aligned."""
     objective: list[Tensor] = dataclasses.field(default_factory=list)
     """`f(o)`, (B, T)."""
+
+    HEAD: ClassVar = ("step", "objective", "step size", "decay", "read, RMS", "target, RMS")
+
+    def rows(self) -> list[list[str]]:
+        """The means over tokens of what every step computed, as strings."""
+        columns = (self.objective, self.step_size, self.decay)
+        means = zip(*([value.float().mean().item() for value in column] for column in columns), strict=True)
+        sizes = zip(*([_rms(value) for value in column] for column in (self.read, self.target)), strict=True)
+        numbers = [[*mean, *size] for mean, size in zip(means, sizes, strict=True)]
+        return [[str(step), *(f"{number:.4g}" for number in row)] for step, row in enumerate(numbers, 1)]
+
+    def __repr__(self) -> str:
+        shapes = "x".join(map(str, self.state[0].shape)) if self.state else "none"
+        lines = [f"Trace of {len(self.read)} steps, state {shapes}; means over tokens:", "  ".join(self.HEAD)]
+        widths = [len(name) for name in self.HEAD]
+        rows = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in self.rows()]
+        return "\n".join([*lines, *rows])
+
+    def _repr_html_(self) -> str:
+        return html_table(self.rows(), head=self.HEAD, title=f"{len(self.read)} steps; means over tokens")
+
+
+def _rms(value: Tensor) -> float:
+    return value.float().square().mean().sqrt().item()
 
 
 @contextmanager

@@ -10,12 +10,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from ..base.markup import html_table
 from ..config import Config, ModelConfig
 from ..loop import Loop
 from .layout import Layout
 from .lm import LoopedLM
 
 VOCABULARY = ("embedding", "head")
+COMPONENT_HEAD = ("component", "parameters", "active", "forward FLOPs/token")
+CONVENTION_HEAD = ("quantity", "convention", "value")
 FLOP_PARTS = ("attention", "attention scores", "dense FFN", "routed", "shared", "router", "transition", "head")
 
 
@@ -80,6 +83,11 @@ class Count:
             "flop_conventions": self.flop_conventions(),
             "training_flops_per_token": 3 * sum(self.flops.values()),
         }
+
+    def _repr_html_(self) -> str:
+        title = f"{self.name}: {self.distinct_blocks} distinct blocks, depth {self.depth}, {self.seq_len} tokens"
+        parts = html_table(component_cells(self), head=COMPONENT_HEAD, title=title)
+        return parts + html_table(convention_cells(self), head=CONVENTION_HEAD)
 
     def ratios(self, other: Count) -> dict[str, dict[str, float]]:
         """This count over another, under each convention by name."""

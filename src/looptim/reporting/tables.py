@@ -40,6 +40,9 @@ class Table:
     labels: int | None = None
     """How many of the first columns name a row; by default all that are text do."""
 
+    def _repr_html_(self) -> str:
+        return html_text([self])
+
 
 def markdown(tables: Sequence[Table]) -> str:
     """Pipe tables, each under its title.

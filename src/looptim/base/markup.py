@@ -1,0 +1,25 @@
+"""Tables in HTML, for notebooks: whatever is in a cell is text."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+
+
+def html_table(rows: Iterable[Sequence[object]], *, head: Sequence[object] = (), title: str = "") -> str:
+    """A table with its title above it; the first cell of a row says what the others are.
+
+    >>> html_table([["a", "<b>"]])
+    '<table><tr><th>a</th><td>&lt;b&gt;</td></tr></table>'
+    """
+    caption = f"<caption>{_text(title)}</caption>" if title else ""
+    top = "".join(f"<th>{_text(cell)}</th>" for cell in head)
+    lines = [
+        f"<tr><th>{_text(first)}</th>{''.join(f'<td>{_text(cell)}</td>' for cell in rest)}</tr>"
+        for first, *rest in rows
+    ]
+    return f"<table>{caption}{f'<tr>{top}</tr>' if top else ''}{''.join(lines)}</table>"
+
+
+def _text(cell: object) -> str:
+    return html.escape(str(cell))
