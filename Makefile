@@ -7,7 +7,7 @@ TEST_ENV := OMP_NUM_THREADS=1
 .PHONY: demo quick test check format slow page browser clean
 
 demo: .venv/.installed
-	@$(BIN)/python examples/demo.py
+	@$(BIN)/looptim demo
 
 # What a change breaks first, in under 90 seconds: no test that starts processes or trains for long.
 quick: .venv/.installed

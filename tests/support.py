@@ -18,7 +18,7 @@ PAPER_TABLES = json.loads((Path(__file__).parent / "paper_tables.json").read_tex
 
 def run(*arguments, **options):
     """`looptim ARGUMENTS` in a process of its own."""
-    return subprocess.run([LOOPTIM, *arguments], capture_output=True, text=True, timeout=120, **options)
+    return subprocess.run([LOOPTIM, *arguments], capture_output=True, text=True, **{"timeout": 120} | options)
 
 
 def config(model=None, data=None, optim=None, **train) -> Config:

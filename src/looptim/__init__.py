@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .recipe import load_config  # noqa: F401
     from .reporting.look import look  # noqa: F401
     from .reporting.report import report  # noqa: F401
+    from .reporting.tour import demo  # noqa: F401
     from .studies.run import study  # noqa: F401
     from .training.bench import bench  # noqa: F401
     from .training.train import train  # noqa: F401
@@ -39,6 +40,7 @@ _HOMES = {
     "LoopedLM": "model.lm",
     "bench": "training.bench",
     "count": "model.count",
+    "demo": "reporting.tour",
     "evaluate": "evaluation.run",
     "export": "hf.export",
     "generate": "generation",
@@ -52,8 +54,18 @@ _HOMES = {
 }
 """The modules of the names that are not the framework's. No verb has the name of a module beside it."""
 
-_EXTRAS = {"transformers": "hf", "lm_eval": "eval", "datasets": "data", "peft": "peft"}
-"""Optional packages, and the extra of ours that brings each."""
+_EXTRAS = {
+    "demo": "all",
+    "evaluate": "eval",
+    "export": "hf",
+    "generate": "hf",
+    "load": "lm",
+    "look": "lm",
+    "report": "plot",
+    "study": "plot",
+    "train": "lm",
+}
+"""The names that need more than the wheel alone, and the extra of ours that brings it."""
 
 
 def __getattr__(name: str) -> Any:
@@ -63,10 +75,9 @@ def __getattr__(name: str) -> Any:
     try:
         home = importlib.import_module(f".{_HOMES.get(name, 'loop')}", __name__)
     except ModuleNotFoundError as error:
-        extra = _EXTRAS.get((error.name or "").partition(".")[0])
-        if extra is None:
+        if name not in _EXTRAS or (error.name or "").startswith("looptim"):
             raise
-        raise ValueError(f"{name} needs {error.name}; pip install 'looptim[{extra}]'") from None
+        raise ValueError(f"{name} needs {error.name}; pip install 'looptim[{_EXTRAS[name]}]'") from None
     if name in _HOMES or name in home.__all__:
         return getattr(home, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,7 +20,6 @@ from looptim.base.console import print_table
 
 app = typer.Typer(
     help="Loop transitions for looped transformers, written as optimizer steps.",
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -45,6 +44,16 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None: ...
+
+
+@app.command()
+def demo(
+    out: Annotated[str, typer.Option(metavar="DIR", help="Where the runs and pages go.")] = "runs/demo",
+) -> None:
+    """Show what looptim does, in a few minutes: a mismatch found, two models trained, a page that looks inside."""
+    import looptim
+
+    looptim.demo(out)
 
 
 @app.command()
@@ -108,10 +117,62 @@ def recipes(json: Json = False) -> None:
         print_table(["kind", "name", "what it is"], rows)
 
 
-Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe, such as nano, or a TOML file.")]
-Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe; may be repeated.")
+def _complete_recipe(start: str) -> list[str]:
+    from looptim.recipe import shipped
+
+    return [name for name in shipped("recipes") if name.startswith(start)]
+
+
+def _complete_study(start: str) -> list[str]:
+    from looptim.recipe import shipped
+
+    return [name for name in shipped("studies") if name.startswith(start)]
+
+
+def _complete_key(start: str) -> list[str]:
+    from looptim.recipe import keys
+
+    return [f"{key.name}=" for key in keys() if key.name.startswith(start)]
+
+
+Recipe = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE", help="A shipped recipe, such as nano, or a TOML file.", autocompletion=_complete_recipe
+    ),
 ]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change a key of the recipe; may be repeated.",
+        autocompletion=_complete_key,
+    ),
+]
+
+
+@app.command("config")
+def config_(
+    recipe: Annotated[
+        str | None,
+        typer.Argument(metavar="RECIPE", help="Print its values beside the defaults.", autocompletion=_complete_recipe),
+    ] = None,
+    set: Set = None,
+    json: Json = False,
+) -> None:
+    """List every key of a recipe with its type, default and meaning, and with the value a recipe gives it."""
+    from looptim.recipe import keys, load_config, values_of
+
+    if set and recipe is None:
+        raise ValueError("--set changes a recipe; give one too, such as nano")
+    given = {} if recipe is None else values_of(load_config(recipe, set=set or ()))
+    rows = [key._asdict() | ({} if recipe is None else {"value": given[key.name]}) for key in keys()]
+    order = ["name", *([] if recipe is None else ["value"]), "default", "type", "meaning"]
+    if json:
+        print(json_module.dumps([{name: row[name] for name in order} for row in rows], indent=2, ensure_ascii=False))
+    else:
+        print_table(order, [[row[name] for name in order] for row in rows])
 
 
 @app.command()
@@ -349,7 +410,12 @@ def look(
 
 @app.command()
 def study(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A shipped study, such as main, or a TOML file.")],
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE", help="A shipped study, such as main, or a TOML file.", autocompletion=_complete_study
+        ),
+    ],
     out: Annotated[str, typer.Option(metavar="DIR", help="Where the table, the figures and the page go.")],
     scale: Annotated[str | None, typer.Option(help="A size the file names, such as smoke.", metavar="NAME")] = None,
     set: Set = None,

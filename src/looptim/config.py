@@ -79,8 +79,8 @@ def parse_layout(layout: str) -> tuple[Segment, ...]:
 class LoopConfig(Strict):
     """A transition by the name of a preset, with its options."""
 
-    preset: str = "none"
-    options: dict[str, Any] = {}
+    preset: str = Field("none", description="A transition, as `looptim zoo` lists them; none without a loop.")
+    options: dict[str, Any] = Field({}, description="Of the transition, as its docstring lists them.")
     noncausal: bool = Field(False, description="Train it although a token sees later ones or other sequences.")
     fused: bool = Field(True, description="Run transitions of known parts fused; false is the readable definition.")
 
@@ -89,37 +89,37 @@ class ModelConfig(Strict):
     """A looped language model; the defaults are the paper's architecture (Table 8)."""
 
     layout: str = Field(description="Segments of blocks in the paper's notation, such as 4-4x3-2.")
-    width: int = Field(1024, ge=1)
-    vocab_size: int = Field(128_896, ge=1)
+    width: int = Field(1024, ge=1, description="Of the hidden state, d.")
+    vocab_size: int = Field(128_896, ge=1, description="Tokens the model knows; bpe is trained to so many.")
     max_length: int = Field(4096, ge=1, description="The longest sequence the model accepts.")
     tied: bool = Field(False, description="Whether the head uses the embedding's weights.")
 
     pattern: str = Field("SSSF", description="S(liding) or F(ull) attention, repeated over the distinct blocks.")
-    heads: int = Field(16, ge=1)
-    kv_heads: int = Field(4, ge=1)
-    head_dim: int = Field(128, ge=2)
-    qk_norm: bool = True
+    heads: int = Field(16, ge=1, description="Heads of queries.")
+    kv_heads: int = Field(4, ge=1, description="Heads of keys and values, each for equally many of queries.")
+    head_dim: int = Field(128, ge=2, description="Width of a head.")
+    qk_norm: bool = Field(True, description="Whether queries and keys are normed, head by head.")
     window: int = Field(512, ge=1, description="Keys a query of a sliding layer sees, itself included.")
     sliding_rotary: int = Field(128, ge=2, description="Rotated dimensions of each head, sliding layers.")
-    sliding_theta: float = Field(1_000.0, gt=0)
+    sliding_theta: float = Field(1_000.0, gt=0, description="Base of the rotations, sliding layers.")
     full_rotary: int = Field(64, ge=2, description="Rotated dimensions of each head, full layers.")
-    full_theta: float = Field(10_000.0, gt=0)
+    full_theta: float = Field(10_000.0, gt=0, description="Base of the rotations, full layers.")
 
     dense_layers: int = Field(2, ge=0, description="Leading distinct blocks with a dense feed-forward layer.")
-    dense_hidden: int = Field(4096, ge=1)
-    experts: int = Field(256, ge=1)
-    top_k: int = Field(8, ge=1)
-    expert_hidden: int = Field(384, ge=1)
-    shared_hidden: int = Field(384, ge=1)
-    routed_scaling: float = 2.5
+    dense_hidden: int = Field(4096, ge=1, description="Hidden width of a dense feed-forward layer.")
+    experts: int = Field(256, ge=1, description="Routed experts of a layer.")
+    top_k: int = Field(8, ge=1, description="Experts a token goes to.")
+    expert_hidden: int = Field(384, ge=1, description="Hidden width of a routed expert.")
+    shared_hidden: int = Field(384, ge=1, description="Hidden width of the expert that every token goes to.")
+    routed_scaling: float = Field(2.5, description="Factor of what the routed experts say.")
     balance: Literal["pooled", "per_visit"] = Field(
         "pooled", description="One router bias per layer, or one per visit."
     )
     balance_rate: float = Field(5e-3, ge=0, description="How far the router bias moves in an update.")
     aux_coefficient: float = Field(1e-3, ge=0, description="Of the sequence-level auxiliary loss.")
 
-    init_std: float = Field(0.006, gt=0)
-    norm_eps: float = Field(1e-5, gt=0)
+    init_std: float = Field(0.006, gt=0, description="Standard deviation of the initial weights.")
+    norm_eps: float = Field(1e-5, gt=0, description="Added under the root of every norm.")
     loop: LoopConfig = LoopConfig()
 
     @classmethod
@@ -197,9 +197,9 @@ class OptimConfig(Strict):
     """Muon and AdamW with one learning rate; the defaults are of the paper's 18 layers (Table 10), but for `warmup`."""
 
     lr: float = Field(7.3e-4, gt=0, description="Peak learning rate.")
-    min_lr: float = Field(1e-5, ge=0)
+    min_lr: float = Field(1e-5, ge=0, description="Learning rate of the last update, at the end of a cosine.")
     warmup: int = Field(100, ge=0, description="Updates of linear warm-up.")
-    weight_decay: float = Field(0.1, ge=0)
+    weight_decay: float = Field(0.1, ge=0, description="Of matrices; vectors and transitions have none.")
     clip: float = Field(1.0, gt=0, description="Largest global norm of the gradient.")
     rates: dict[str, float] = Field({}, description="Factors of the rate, by group, as in {transition = 0.5}.")
 
@@ -207,7 +207,7 @@ class OptimConfig(Strict):
 class LoopSampling(Strict):
     """How many loops an update runs: the layout's number, or a random one for transitions shared over loops."""
 
-    scheme: Literal["fixed", "huginn", "parcae"] = "fixed"
+    scheme: Literal["fixed", "huginn", "parcae"] = Field("fixed", description="Who draws the number of loops.")
     mean: float = Field(8.0, gt=0, description="Mean number of loops of a random scheme, to which Huginn's adds one.")
     grad_loops: int | None = Field(None, ge=1, description="Backpropagate through the last so many loops only.")
 
@@ -218,20 +218,20 @@ class TrainConfig(Strict):
     steps: int = Field(1000, ge=1, description="Updates.")
     seed: int = Field(0, ge=0, description="Of the initial weights, the order of the data, and all else at random.")
     data_seed: int | None = Field(None, ge=0, description="Of the order of the data, where it is not `seed`.")
-    seq_len: int = Field(4096, ge=1)
+    seq_len: int = Field(4096, ge=1, description="Tokens of a sequence.")
     batch_size: int = Field(1024, ge=1, description="Sequences per update, over all processes.")
     micro_batch: int | None = Field(None, ge=1, description="Sequences per forward and process; all by default.")
     dtype: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast, weights in fp32.")
     compile: bool = Field(False, description="Compile the blocks.")
     activation_checkpointing: bool = Field(False, description="Recompute each block in the backward.")
     loops: LoopSampling = LoopSampling()
-    log_every: int = Field(10, ge=1)
-    valid_every: int = Field(250, ge=1)
-    valid_batches: int = Field(8, ge=1)
-    checkpoint_every: int = Field(250, ge=1)
+    log_every: int = Field(10, ge=1, description="Updates between logged lines.")
+    valid_every: int = Field(250, ge=1, description="Updates between validations.")
+    valid_batches: int = Field(8, ge=1, description="Batches of a validation.")
+    checkpoint_every: int = Field(250, ge=1, description="Updates between checkpoints.")
     keep_last: int = Field(2, ge=1, description="Newest checkpoints kept.")
     keep_every: int | None = Field(None, ge=1, description="Checkpoints at multiples of this step are kept for good.")
-    track: tuple[Literal["trackio", "wandb", "tensorboard"], ...] = ()
+    track: tuple[Literal["trackio", "wandb", "tensorboard"], ...] = Field((), description="Where else to log.")
 
 
 class DataConfig(Strict):

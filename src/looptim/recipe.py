@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
 
 from .base.choices import nearest
 from .config import Config
@@ -67,6 +70,55 @@ def load_config(path: str | Path, set: Iterable[str] = ()) -> Config:
         return Config(**values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+class Key(NamedTuple):
+    """A key of a recipe."""
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+
+
+def keys() -> list[Key]:
+    """Every key of a recipe, in the order of the configs.
+
+    >>> next(key for key in keys() if key.name == "train.seed")[1:3]
+    ('int', '0')
+    """
+    return [key._replace(name=key.name.replace("model.loop.", "loop.")) for key in _keys(Config, "")]
+
+
+def _keys(config: type[BaseModel], prefix: str) -> Iterator[Key]:
+    for name, field in config.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _keys(field.annotation, f"{prefix}{name}.")
+        else:
+            kind = field.annotation.__name__ if isinstance(field.annotation, type) else str(field.annotation)
+            default = "required" if field.is_required() else value_text(field.default)
+            yield Key(prefix + name, re.sub(r"typing\.|NoneType", "", kind), default, field.description or "")
+
+
+def values_of(config: Config) -> dict[str, str]:
+    """What a config has for every key, as a recipe would write it."""
+    return {key.name: value_text(_value(config, key.name)) for key in keys()}
+
+
+def _value(config: Config, name: str) -> Any:
+    value: Any = config
+    for part in name.replace("loop.", "model.loop.", name.startswith("loop.")).split("."):
+        value = getattr(value, part)
+    return value
+
+
+def value_text(value: Any) -> str:
+    """A value as a recipe has it; a key that may be left out and has none is empty."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
 def _read(path: Path) -> dict[str, Any]:

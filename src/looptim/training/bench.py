@@ -15,7 +15,7 @@ from ..loop import Loop
 from ..model import LoopedLM
 from ..model.count import Count, count
 from .amx import guard_bf16
-from .metrics import gemm_peak
+from .peak import gemm_peak
 
 PRESETS = ("huginn", "parcae", "hyperloop", "operloop", "operloop_nesterov", "operloop_muon", "operloop_bounded")
 """One of each kind of work: no parameters, a dense map, streams, the delta objective, other rules, another read."""

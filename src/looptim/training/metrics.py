@@ -18,6 +18,7 @@ from ..base.console import Progress
 from ..config import Config
 from ..rundir import RunDir
 from .distributed import World
+from .peak import gemm_peak
 from .sinks import Sink, open_sinks, scalars
 
 
@@ -78,22 +79,6 @@ class RunLog:
         self.run.metrics.append(record)
         for sink in self.sinks:
             sink.log(record["step"], scalars(record))
-
-
-def gemm_peak(device: torch.device, dtype: str) -> float:
-    """FLOP/s of a large matmul in the dtype of the run, measured here and now: what MFU is a share of."""
-    size = 1024 if device.type == "cpu" else 8192
-    a = torch.randn(size, size, device=device, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
-    best = float("inf")
-    for _ in range(5):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        torch.mm(a, a)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
 
 
 def environment(world: World) -> dict[str, Any]:
