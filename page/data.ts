@@ -17,7 +17,7 @@ export interface Routing { chosen: number[][]; weight: number[][] }
 export interface Layer { name: string; place: string; attention: Visit[]; experts: Routing[] }
 
 /** What a depth policy looks at, by step and token, recorded at full depth. */
-export interface Exit { signal: string; meaning: string; minimum: number; values: number[][] }
+export interface Exit { signal: string; values: number[][] }
 
 export interface Model {
   name: string;

@@ -119,9 +119,9 @@ class View {
 }
 
 /** How deep each token goes under an exit: it leaves after the first step, from `minimum` on, that is below. */
-function depths(exit: Exit, threshold: number): number[] {
+function depths(exit: Exit, threshold: number, minimum: number): number[] {
   return exit.values[0].map((_, token) => {
-    const left = exit.values.findIndex((step, index) => index + 1 >= exit.minimum && step[token] < threshold);
+    const left = exit.values.findIndex((step, index) => index + 1 >= minimum && step[token] < threshold);
     return left < 0 ? exit.values.length : left + 1;
   });
 }
@@ -132,11 +132,12 @@ function exits(models: Model[], views: View[]): HTMLElement {
   let signal = names[0];
   const slider = el("input", { type: "range", min: 0, max: 1000, value: 0, "aria-label": "threshold", input: slide });
   const exact = el("input", { type: "number", min: 0, step: "any", value: 0, "aria-label": "threshold, exactly", input: apply });
+  const least = el("input", { type: "number", min: 1, step: 1, value: 1, "aria-label": "minimum of loops", input: apply });
   const said = el("output", { class: "note" });
 
   function range(): [number, number] {
     const all = models.flatMap((model) => model.exits.filter((exit) => exit.signal === signal))
-      .flatMap((exit) => exit.values.flat()).filter((value) => value > 0);
+      .flatMap((exit) => exit.values.flat()).filter((value) => value > 0 && value < 1e30);
     return [Math.min(...all), Math.max(...all) * 1.001];
   }
   function slide(): void {
@@ -148,7 +149,7 @@ function exits(models: Model[], views: View[]): HTMLElement {
   function apply(): void {
     const parts = models.map((model, index) => {
       const exit = model.exits.find((each) => each.signal === signal);
-      const found = exit && Number(exact.value) > 0 ? depths(exit, Number(exact.value)) : null;
+      const found = exit && Number(exact.value) > 0 ? depths(exit, Number(exact.value), Number(least.value)) : null;
       views[index].leave(found);
       return exit && found ? `mean ${short(found.reduce((a, b) => a + b) / found.length)} of ${exit.values.length} loops` : "all loops";
     });
@@ -158,7 +159,7 @@ function exits(models: Model[], views: View[]): HTMLElement {
   apply();
   return el("fieldset", {}, el("legend", {}, "Exit"),
     select("leave when", names.map((name) => [name, name]), (value) => { signal = value; slide(); }),
-    el("label", { class: "control" }, "is below ", slider, exact), said);
+    el("label", { class: "control" }, "is below ", slider, exact), el("label", { class: "control" }, "after at least ", least), said);
 }
 
 async function main(): Promise<void> {

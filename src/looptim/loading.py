@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ from .training import checkpoint
 from .training.distributed import World
 
 if TYPE_CHECKING:
+    from transformers.modeling_utils import PreTrainedModel
+
     from .hf import LoopedForCausalLM
 
 
@@ -45,6 +48,18 @@ def _load_export(folder: Path) -> tuple[LoopedLM, Tokenizer]:
     if wrapped.config.loops is not None:
         model.config = model.config.with_loops(wrapped.config.loops)
     return model, Tokenizer.load(folder)
+
+
+def open_decoder(folder: str | Path) -> PreTrainedModel | None:
+    """The decoder of transformers that `looptim loop` wrote to a folder, in eval mode; None for any other folder."""
+    config = Path(folder) / "config.json"
+    if not config.is_file() or "base_model_type" not in json.loads(config.read_text(encoding="utf-8")):
+        return None
+    _hf()
+    from transformers import AutoModelForCausalLM
+
+    with no_progress_bar():
+        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
 
 
 def wrap(model: LoopedLM, *, loops: int | None = None) -> LoopedForCausalLM:

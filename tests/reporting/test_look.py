@@ -176,3 +176,52 @@ def test_hostile_text_is_shown_and_does_nothing(tmp_path, open_page, scheme):
     assert "\\xe2" in heads and "⟨0000⟩" in heads
     cell(page, 1, 3).click()
     assert page.locator(".text bdi").count() == len(heads)
+
+
+def test_the_slider_changes_depths_to_what_depth_says(tmp_path, open_page):
+    page = open_page(look(tmp_path))
+    data = packed((tmp_path / "look.html").read_text())["models"][0]
+    assert page.locator("th[data-depth]").count() == 0
+    exit = next(each for each in data["exits"] if each["signal"] == "change")
+    values = torch.tensor(exit["values"])
+    threshold = float(values.median()) * 1.001
+    page.locator("fieldset select").select_option("change")
+    page.get_by_label("threshold, exactly").fill(repr(threshold))
+
+    def shown():
+        return [
+            int(each) for each in page.locator("th[data-depth]").evaluate_all("all => all.map(n => n.dataset.depth)")
+        ]
+
+    def expected(minimum):
+        left = [[s + 1 for s in range(minimum - 1, 3) if values[s, i] < threshold] for i in range(len(TEXT))]
+        return [min(steps, default=3) for steps in left]
+
+    # The same rule as lo.depth.Exit, which test_recording.py holds against the recorded signals.
+    assert shown() == expected(1) and len(set(shown())) > 1
+    page.get_by_label("minimum of loops").fill("2")
+    assert shown() == expected(2) and min(shown()) == 2
+    gone = page.locator("td.gone").count()
+    assert gone == sum(3 - depth for depth in shown())
+    assert "full depth" in page.locator("fieldset output").inner_text()
+    slider = page.get_by_label("threshold", exact=True)
+    slider.evaluate("node => { node.value = 1000; node.dispatchEvent(new Event('input')); }")
+    assert set(shown()) == {2}
+    slider.evaluate("node => { node.value = 0; node.dispatchEvent(new Event('input')); }")
+    assert page.locator("th[data-depth]").count() == 0
+
+
+@pytest.mark.long
+def test_a_folder_of_looptim_loop(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 257}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=4, **sizes)).save_pretrained(
+        tmp_path / "base"
+    )
+    Tokenizer.bytes().save(tmp_path / "base")
+    done = run(
+        "loop", str(tmp_path / "base"), "--layout", "1-2x3-1", "--preset", "vanilla", "--out", str(tmp_path / "looped")
+    )
+    assert done.returncode == 0, done.stderr
+    data = packed(lo.look(tmp_path / "looped", TEXT).html)
+    assert len(data["models"][0]["rows"]) == 4 and len(data["models"][0]["layers"]) == 4

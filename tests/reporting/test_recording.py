@@ -162,3 +162,53 @@ def test_recording_changes_nothing():
     record(model.train(), IDS)
     assert model.training
     assert torch.equal(before, model.eval()(torch.tensor([IDS])))
+
+
+def test_exits_leave_where_depth_says():
+    # With a window of one token nobody sees another, so that who leaves changes nothing for those who stay.
+    config = lo.ModelConfig.tiny(layout="1-1x6-1", window=1, pattern="S", loop={"preset": "vanilla"})
+    model = lo.LoopedLM(config, seed=0).eval()
+    for exit in record(model, IDS)["exits"]:
+        values = torch.tensor(exit["values"])
+        threshold = float(values[values < 1e30].median()) * 1.0001
+        for minimum in (1, 3):
+            below = [values[:, i].lt(threshold).nonzero().flatten() + 1 for i in range(len(IDS))]
+            expected = [min([int(step) for step in steps if step >= minimum], default=6) for steps in below]
+            policy = lo.depth.Exit(exit["signal"], threshold, minimum)
+            assert depths_of(model, policy) == expected, exit["signal"]
+
+
+def depths_of(model, policy):
+    seen = []
+    handle = model.loops[0].register_forward_hook(lambda _, __, out: seen.append(out[1].depth))
+    with torch.no_grad():
+        model.hidden(model.embed(torch.tensor([IDS])), depth=policy)
+    handle.remove()
+    return seen[0][0].tolist()
+
+
+def test_a_looped_decoder_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 257}
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=4, **sizes))
+    model = lo.loop_model(base, "1-2x3-1", "vanilla").eval()
+    found = record(model, IDS)
+    chances = model(torch.tensor([IDS])).logits[0].softmax(-1).detach()
+    near(found["lens"]["probability"][-1], chances.topk(10).values, digits=4)
+    assert [(layer["place"], len(layer["attention"])) for layer in found["layers"]] == [
+        ("before the loop", 1),
+        ("in the loop", 3),
+        ("in the loop", 3),
+        ("after the loop", 1),
+    ]
+    assert all(sum(row) <= 1.01 for visit in found["layers"][1]["attention"] for row in visit["weight"])
+    assert model.config._attn_implementation == "sdpa"
+    deeper = record(model, IDS, loops=5)
+    assert len(deeper["rows"]) == 6 and model.config.loops is None and not deeper["layers"]
+    model.set_loops(5)
+    near(deeper["lens"]["true"][-1][:-1], _true(model), digits=4)
+
+
+def _true(model):
+    chances = model(torch.tensor([IDS])).logits[0].softmax(-1).detach()
+    return chances[:-1].gather(1, torch.tensor(IDS[1:]).unsqueeze(1)).squeeze(1)

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..base.files import os_errors_as, write_whole
 from ..data import Tokenizer
-from ..loading import load
+from ..loading import load, open_decoder
 from ..loop import Loop, describe
 from .recording import record
 
@@ -43,8 +43,9 @@ def look(
 ) -> Look:
     """What a model says after each loop, and what its optimizer does meanwhile; written to `out` if that is given.
 
-    `model` is a run, an exported folder, or a looped model, which then needs a `tokenizer`; `against` is another one
-    to stand beside it. `loops` runs a shared transition another number of times than its layout says.
+    `model` is a run, an exported folder, a folder of `looptim loop`, or a looped model, which then needs a `tokenizer`;
+    `against` is another one to stand beside it. `loops` runs a shared transition another number of times than its
+    layout says.
     """
     subjects = [_subject(given, tokenizer) for given in (model, against) if given is not None]
     # Half a surrogate, as the command line makes of a stray byte, is no text that a tokenizer takes.
@@ -68,6 +69,9 @@ def look(
 
 def _subject(given: str | Path | nn.Module, tokenizer: Tokenizer | None) -> tuple[str, nn.Module, Tokenizer]:
     if not isinstance(given, nn.Module):
+        decoder = open_decoder(given)
+        if decoder is not None:
+            return str(given), decoder, Tokenizer.load(given)
         return (str(given), *load(given))
     if tokenizer is None:
         raise ValueError("a model in memory needs a tokenizer; give one with tokenizer=, or the folder of a run")

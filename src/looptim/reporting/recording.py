@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,16 @@ from torch import Tensor, nn
 from ..loop import Loop, Trace, trace
 from ..loop.depth import Fixed
 from ..loop.maps import Composed, Map, Streams
+from ..loop.signals import Seen, find_signal
+from ..loop.transition import Record, Transition
 from ..model.attention import Attend, Attention
 from ..model.lm import LoopedLM
 from ..model.moe import Router, Routing
 
 TOP = 10
 """How many of the likeliest tokens are kept."""
+EXITS = ("residual", "change", "acceleration")
+"""The signals of exits that need no prediction: what a loop itself knows of its tokens."""
 SOURCES = 8
 """How many of the tokens that are looked at most are kept."""
 
@@ -87,37 +91,101 @@ def record(model: nn.Module, ids: Sequence[int], *, loops: int | None = None) ->
     """
     tokens = torch.tensor([list(ids)], device=next(model.parameters()).device)
     inside = [module for module in model.modules() if isinstance(module, Loop)]
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            with ExitStack() as stack:
-                # A model without a loop is refused by trace itself.
-                traces = [stack.enter_context(trace(loop)) for loop in inside or [model]]
-                layers = stack.enter_context(_watch(model))
-                last = _logits(model, tokens, loops)
-            lens = _Lens(last.log_softmax(-1), tokens[0])
-            rows = []
-            for number, (loop, seen) in enumerate(zip(inside, traces, strict=True)):
-                for step, Y in enumerate(seen.state):
-                    rows.append({"loop": number, "step": step})
-                    with _ending_with(loop, Y):
-                        lens.add(_logits(model, tokens, loops))
-    finally:
-        model.train(training)
+    with torch.no_grad(), _ready(model, loops) as logits:
+        with ExitStack() as stack:
+            steps = [stack.enter_context(_steps(loop)) for loop in inside]
+            # A model without a loop is refused by trace itself.
+            traces = [stack.enter_context(trace(loop)) for loop in inside or [model]]
+            layers = stack.enter_context(_watch(model))
+            last = logits(tokens)
+        lens = _Lens(last.log_softmax(-1), tokens[0])
+        rows = []
+        for number, (loop, seen) in enumerate(zip(inside, traces, strict=True)):
+            for step, Y in enumerate(seen.state):
+                rows.append({"loop": number, "step": step})
+                with _ending_with(loop, Y):
+                    lens.add(logits(tokens))
+        found = list(layers.values()) if isinstance(model, LoopedLM) else _decoder_layers(model, tokens)
     return {
         "rows": rows,
         "lens": lens.as_lists(),
         "quantities": _quantities(traces),
-        "layers": [layer.as_lists() for layer in layers.values()],
-        "exits": [],
+        "layers": [layer.as_lists() for layer in found],
+        "exits": _exits(steps[0]) if len(steps) == 1 else [],
     }
 
 
-def _logits(model: nn.Module, tokens: Tensor, loops: int | None) -> Tensor:
-    if isinstance(model, LoopedLM):
-        return model(tokens, depth=None if loops is None else Fixed(loops))[0].float()
-    return model(tokens, use_cache=False).logits[0].float()
+@contextmanager
+def _ready(model: nn.Module, loops: int | None) -> Iterator[Callable[[Tensor], Tensor]]:
+    """What gives the logits of one sequence, at the depth asked for; the model is left as it was."""
+    training = model.training
+    model.eval()
+    try:
+        if isinstance(model, LoopedLM):
+            yield lambda tokens: model(tokens, depth=None if loops is None else Fixed(loops))[0].float()
+            return
+        decoder = cast(Any, model)
+        before = decoder.config.loops
+        if loops is not None:
+            decoder.set_loops(loops)
+        yield lambda tokens: decoder(tokens, use_cache=False).logits[0].float()
+        if loops is not None:
+            decoder.set_loops(before)
+    finally:
+        model.train(training)
+
+
+@contextmanager
+def _steps(loop: Loop) -> Iterator[list[tuple[Transition, Record]]]:
+    """Every step of the loop with all it computed, while the context is open."""
+    steps: list[tuple[Transition, Record]] = []
+
+    def hook(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return args, {**kwargs, "observe": lambda transition, record: steps.append((transition, record))}
+
+    handle = loop.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield steps
+    finally:
+        handle.remove()
+
+
+def _exits(steps: Sequence[tuple[Transition, Record]]) -> list[dict[str, Any]]:
+    """What an `Exit` would look at, step by step; a token leaves where it is below the threshold."""
+    found = []
+    for name in EXITS:
+        signal, memory, values = find_signal(name), None, []
+        for step, (transition, record) in enumerate(steps, 1):
+            value, memory = signal(Seen(step, transition, record, None, None), memory)
+            values.append(rounded(value[0]))
+        found.append({"signal": name, "values": values})
+    return found
+
+
+def _decoder_layers(model: nn.Module, tokens: Tensor) -> list[_Layer]:
+    """Where the layers of a looped decoder of transformers look; what experts it has is not asked."""
+    decoder = cast(Any, model)
+    before = decoder.config._attn_implementation
+    # Other implementations do not give their weights away.
+    decoder.set_attn_implementation("eager")
+    try:
+        attentions = decoder(tokens, use_cache=False, output_attentions=True).attentions
+    finally:
+        decoder.set_attn_implementation(before)
+    # Layers that another number of loops has added since the first forward are not among those transformers watches.
+    if len(attentions) != len(decoder.unrolled):
+        return []
+    weights = iter(attentions)
+    layers: dict[str, _Layer] = {}
+    first, place = 0, "before the loop"
+    for loop, rows in decoder.unrolled.plan:
+        place = "in the loop" if loop is not None else place
+        for number in (number for row in rows for number, _ in enumerate(row, first)):
+            layer = layers.setdefault(f"layer {number}", _Layer(f"layer {number}", place))
+            layer.attention.append(next(weights)[0].float().mean(0))
+        first += len(rows[0])
+        place = "after the loop" if loop is not None else place
+    return list(layers.values())
 
 
 @contextmanager
