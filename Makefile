@@ -4,7 +4,7 @@ BIN := .venv/bin
 # A test process has one thread: the tests run in parallel, and small matrices gain nothing from more.
 TEST_ENV := OMP_NUM_THREADS=1
 
-.PHONY: demo quick test check format slow page browser clean
+.PHONY: demo quick test check format slow page browser docs wheel clean
 
 demo: .venv/.installed
 	@$(BIN)/looptim demo
@@ -40,6 +40,15 @@ browser:
 	@command -v chromium > /dev/null || (apt-get update && apt-get install -y --no-install-recommends chromium) > /dev/null 2>&1 \
 		|| echo "== chromium cannot be installed here: the tests of pages will be skipped"
 
+# The docs as a site; a link that leads nowhere fails. Their code blocks are executed by `make test`.
+docs: .venv/.installed
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --site-dir site && echo "site/index.html"
+
+# The wheel, after it has worked in an empty folder, alone and with what its extra brings.
+wheel: .venv/.installed
+	@$(TEST_ENV) $(BIN)/python -m pytest -m slow tests/test_wheel.py
+	@$(BIN)/python -m build --wheel --outdir dist . > /dev/null && ls dist
+
 clean:
 	rm -rf .venv
 
@@ -49,5 +58,5 @@ clean:
 	@echo "== making .venv and installing what constraints.txt pins (a few minutes, once)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev,docs]'
 	@touch $@
