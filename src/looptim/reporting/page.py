@@ -92,12 +92,14 @@ pre { overflow-x: auto; font-size: .82rem; } summary { cursor: pointer; padding:
 
 def run_page(runs: Sequence[Run], pictures: Sequence[Picture], files: Mapping[str, bytes], tables: str) -> str:
     title = html.escape(", ".join(run.name for run in runs) if len(runs) <= 4 else f"{len(runs)} runs")
-    parts = [f"<h1>{title}</h1>", _table(runs, {head: [cell(run) for run in runs] for head, cell in SUMMARY.items()})]
+    # The first screen is the loss: its figures come first among the pictures.
+    parts = [f"<h1>{title}</h1>", embedded(pictures, files), "<h2>In numbers</h2>"]
+    parts.append(_table(runs, {head: [cell(run) for run in runs] for head, cell in SUMMARY.items()}))
     parts.append(f'<p class="note">{NOTE}</p>')
     if len(runs) > 1:
         rows = _differences(runs)
         parts += ["<h2>What differs in the configs</h2>", _table(runs, rows) if rows else "<p>Nothing.</p>"]
-    parts += [tables, "<h2>Over training</h2>", embedded(pictures, files), "<h2>Files</h2>"]
+    parts += [tables, "<h2>Files</h2>"]
     for run in runs:
         for name, text in run.files.items():
             head = html.escape(f"{run.name}/{name}")
