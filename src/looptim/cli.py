@@ -482,8 +482,10 @@ def bench(
 
 
 def _bench_suite(repeats: int, baseline: Path | None, *, json: bool) -> None:
-    from looptim.hf.bench import COLUMNS, as_json, processor, regressions, suite
-
+    try:
+        from looptim.hf.bench import COLUMNS, as_json, processor, regressions, suite
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--suite needs {error.name}; pip install 'looptim[hf]'") from None
     measures = suite(repeats=repeats)
     if json:
         print(as_json(measures), end="")
