@@ -159,3 +159,10 @@ def test_what_only_a_recipe_has_is_known_too(tmp_path, text, message):
     with pytest.raises(ValueError, match=message) as error:
         lo.load_config(tmp_path / "r.toml")
     assert "\n" not in str(error.value)
+
+
+def test_a_tracker_alone_is_a_list_of_one():
+    assert lo.load_config("nano", set=["train.track=wandb"]).train.track == ("wandb",)
+    assert lo.load_config("nano", set=['train.track=["wandb", "trackio"]']).train.track == ("wandb", "trackio")
+    with pytest.raises(ValueError, match="track"):
+        lo.load_config("nano", set=["train.track=wandbb"])

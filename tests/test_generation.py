@@ -156,6 +156,14 @@ def test_an_empty_prompt_is_completed_as_it_is_generated(trained):
         assert complete(model, tokenizer, prompts, max_new_tokens=6)[0] == alone
 
 
+def test_more_tokens_than_fit_are_refused_and_the_default_fits(trained):
+    model, tokenizer = lo.load(trained)
+    for number in (0, 31, 10**30):
+        with pytest.raises(ValueError, match=rf"max_new_tokens must lie between 1 and 30, got {number}; that is what"):
+            lo.generate(model, tokenizer, "1+", max_new_tokens=number)
+    assert len(tokenizer.encode(lo.generate(model, tokenizer, "1+", temperature=0))) <= 3 * 30
+
+
 def test_answers_end_where_the_model_does(trained):
     model, tokenizer = lo.load(trained)
     assert len(complete(model, tokenizer, ["1" * 30], max_new_tokens=6)[0]) <= 2

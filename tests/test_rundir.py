@@ -74,7 +74,9 @@ def test_a_result_is_replaced_whole(tmp_path):
 
 def test_results_come_with_the_loops_they_were_asked_for(tmp_path):
     run = RunDir(tmp_path)
-    record = {"task": "piqa", "settings": {}, "results": {}, "samples": {}, "notes": []}
+    model = {"weights": "", "preset": "", "options": {}, "loops": 6, "parameters": 1, "flops_per_token": 1}
+    settings = {"model": model, "limit": None}
+    record = {"task": "piqa", "settings": settings, "results": {}, "samples": {}, "notes": []}
     for loops in (None, 6):
         files = run.evaluation("piqa", loops=loops)
         files.write(files.result, {**record, "loops": loops})

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from looptim.base.console import print_table
+from looptim.base.console import clean, print_table
 
 app = typer.Typer(
     help="Loop transitions for looped transformers, written as optimizer steps.",
@@ -241,8 +241,8 @@ def generate(
     run: Run,
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Stop after this many tokens, or at the model's maximum length.")
-    ] = 200,
+        int | None, typer.Option(min=1, help="Stop after this many tokens; by default 200, or what the model can hold.")
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the K likeliest tokens only.")] = None,
     top_p: Annotated[
@@ -527,5 +527,6 @@ def main() -> None:
 
 
 def _fail(message: str) -> None:
-    print(f"looptim: {' '.join(message.split())}", file=sys.stderr)
+    # A name in it may be anybody's, and must not steer the terminal.
+    print(f"looptim: {clean(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(2)

@@ -231,7 +231,14 @@ class TrainConfig(Strict):
     checkpoint_every: int = Field(250, ge=1, description="Updates between checkpoints.")
     keep_last: int = Field(2, ge=1, description="Newest checkpoints kept.")
     keep_every: int | None = Field(None, ge=1, description="Checkpoints at multiples of this step are kept for good.")
-    track: tuple[Literal["trackio", "wandb", "tensorboard"], ...] = Field((), description="Where else to log.")
+    track: tuple[Literal["trackio", "wandb", "tensorboard"], ...] = Field(
+        (), description="Trackers that get the metrics too: the name of one, or a list."
+    )
+
+    @field_validator("track", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
 
 
 class DataConfig(Strict):

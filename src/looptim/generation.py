@@ -19,7 +19,7 @@ def generate(
     tokenizer: Tokenizer,
     prompt: str,
     *,
-    max_new_tokens: int = 200,
+    max_new_tokens: int | None = None,
     temperature: float = 0.8,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -27,13 +27,21 @@ def generate(
     loops: int | None = None,
     stream: Callable[[str], None] | None = None,
 ) -> str:
-    """The continuation of a prompt; temperature 0 is greedy. `stream` is given the text piece by piece as it comes."""
+    """The continuation of a prompt; temperature 0 is greedy. `stream` is given the text piece by piece as it comes.
+
+    It has at most `max_new_tokens`, which must fit the model's maximum length; by default 200, or what fits.
+    """
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be a number that is not negative, got {temperature}; 0 is greedy")
     if top_p is not None and not 0 <= top_p <= 1:
         raise ValueError(f"top_p must lie between 0 and 1, got {top_p}")
     ids = tokenizer.encode(prompt) or [tokenizer.eos]
     room = _room(model, len(ids))
+    if max_new_tokens is not None and not 1 <= max_new_tokens <= room:
+        raise ValueError(
+            f"max_new_tokens must lie between 1 and {room}, got {max_new_tokens}; that is what the model's max_length "
+            f"({model.config.max_length}) leaves after a prompt of {len(ids)} tokens"
+        )
     sampling = {
         "do_sample": True,
         "temperature": temperature,
@@ -45,7 +53,7 @@ def generate(
         out = wrapped.generate(
             torch.tensor([ids], device=device),
             attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=device),
-            max_new_tokens=min(max_new_tokens, room),
+            max_new_tokens=min(200, room) if max_new_tokens is None else max_new_tokens,
             use_cache=wrapped.model.caches,
             streamer=_Streamer(tokenizer, stream) if stream else None,
             eos_token_id=tokenizer.eos,

@@ -26,9 +26,9 @@ def load(path: str | Path) -> tuple[LoopedLM, Tokenizer]:
     """The model, in eval mode, and the tokenizer of a run's last checkpoint, or of a folder that `export` wrote."""
     path, run = Path(path), RunDir(path)
     if run.latest() is not None:
-        return _load_run(run)
+        return _checked(path, *_load_run(run))
     if (path / "config.json").is_file():
-        return _load_export(path)
+        return _checked(path, *_load_export(path))
     if run.config_file.is_file():
         raise ValueError(f"{path} has no complete checkpoint yet; train it further, or give another run")
     raise ValueError(f"{path} is neither a run nor an exported model; give a folder with config.toml or config.json")
@@ -41,9 +41,35 @@ def _load_run(run: RunDir) -> tuple[LoopedLM, Tokenizer]:
     return model.eval(), Tokenizer.load(run.tokenizer)
 
 
+def _checked(path: Path, model: LoopedLM, tokenizer: Tokenizer) -> tuple[LoopedLM, Tokenizer]:
+    """The two, if the tokenizer can be the one that the model was trained with."""
+    if tokenizer.lacked_end:
+        raise ValueError(f"the tokenizer of {path} has no token that ends a document, as that of a trained model has")
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {path} has {tokenizer.vocab_size} tokens, but the model {model.config.vocab_size}; "
+            "give it the one it was trained with"
+        )
+    return model, tokenizer
+
+
 def _load_export(folder: Path) -> tuple[LoopedLM, Tokenizer]:
-    with no_progress_bar():
-        wrapped = _hf().LoopedForCausalLM.from_pretrained(folder)
+    if (folder / "adapter_config.json").exists():
+        # Transformers would load the model that it names, wherever that is.
+        raise ValueError(f"{folder} has an adapter beside its model; merge it, or remove adapter_config.json")
+    hf = _hf()
+    config = hf.LoopedConfig.from_file(folder / "config.json")
+    try:
+        with no_progress_bar():
+            wrapped = hf.LoopedForCausalLM.from_pretrained(
+                folder, config=config, use_safetensors=True, local_files_only=True
+            )
+    except ValueError:
+        raise
+    except Exception as error:
+        # Of files that are not as they write them, transformers and safetensors raise whatever comes.
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"the model in {folder} cannot be read ({reason}); export it again") from error
     model = wrapped.looped.eval()
     if wrapped.config.loops is not None:
         model.config = model.config.with_loops(wrapped.config.loops)

@@ -126,7 +126,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ValueError(f"there is no recipe {str(path)!r}; give the path of a TOML file")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from None
 
 

@@ -15,7 +15,7 @@ from typing import Any, final
 
 import numpy as np
 
-from .base.files import check_writable, claimed, os_errors_as, write_whole
+from .base.files import check_links, check_writable, claimed, os_errors_as, write_whole
 from .config import Config
 from .data import Tokenizer
 from .recipe import load_config
@@ -51,6 +51,7 @@ class RunDir:
 
     def check(self, config: Config, *, resume: bool, force: bool) -> None:
         """Whether the directory can be this config's; nothing is written."""
+        self.check_links()
         check_writable(self.path)
         known = self.config_file.is_file()
         if not resume and (known or any(self.path.glob("checkpoints/step_*"))):
@@ -79,6 +80,10 @@ class RunDir:
         """The newest complete checkpoint."""
         return next(reversed(self.checkpoints()), None)
 
+    def check_links(self) -> None:
+        """That no link in the folder leads out of it: what is written or shown goes by these names."""
+        check_links(self.path, [self.path, *self.path.glob("*"), *self.eval.glob("*")])
+
     def evaluation(self, task: str, *, limit: int | None = None, loops: int | None = None) -> Evaluation:
         """The files of a task that was, or will be, evaluated on the run."""
         return Evaluation(self.eval, task, limit=limit, loops=loops)
@@ -88,7 +93,7 @@ class RunDir:
         found = []
         for file in sorted(self.eval.glob("*.json"), key=lambda file: (file.stat().st_mtime_ns, file.name)):
             record = _read_object(file)
-            if record is None or not record.keys() >= {"task", "settings", "results", "samples", "notes"}:
+            if record is None or not _is_result(record):
                 raise ValueError(f"{file} is not a result of `looptim evaluate`; repair or remove it")
             loops = re.search(r"\.loops(\d+)", file.stem)
             found.append((int(loops[1]) if loops else None, record))
@@ -97,21 +102,18 @@ class RunDir:
     def read(self, name: str | None = None) -> Run:
         """What the run says, under a name of its own or the folder's."""
         if not self.path.is_dir():
-            raise ValueError(
-                f"there is no run directory {str(self.path)!r}; give the folder that `looptim train` wrote"
-            )
+            raise ValueError(f"there is no run directory {str(self.path)!r}; give one that `looptim train` wrote")
+        self.check_links()
         there = [file for file in (self.config_file, self.environment_file) if file.is_file()]
         files = {file.name: file.read_text("utf-8", "replace") for file in there}
         if not self.metrics.path.is_file() and self.config_file not in there:
-            raise ValueError(
-                f"{self.path} is not a run, it has no metrics.jsonl; give the folder that `looptim train` wrote"
-            )
+            raise ValueError(f"{self.path} is not a run, it has no metrics.jsonl; give one that `looptim train` wrote")
         lines = self.metrics.read()
         if not lines:
             raise ValueError(f"{self.path} has no metrics yet; wait for the run's first logged step")
         try:
             config = flat(tomllib.loads(files.get(self.config_file.name, "")))
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise ValueError(f"{self.config_file} is not valid TOML: {error}; repair it") from None
         # What was allowed to see the future is not to be taken for a language model, in no table and no figure.
         mark = " (noncausal)" if config.get("loop.noncausal") else ""
@@ -202,7 +204,7 @@ class Metrics:
                 continue
             try:
                 record = _check_line(json.loads(text))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 short = repr(text[:60].decode(errors="replace")) + ("..." if len(text) > 60 else "")
                 wrong = "it is not JSON" if isinstance(error, json.JSONDecodeError | UnicodeDecodeError) else error
                 raise ValueError(
@@ -218,7 +220,7 @@ class Metrics:
     def _readable(self, tail: int | None = None) -> list[dict[str, Any]]:
         records = []
         for text in self._lines(tail):
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 records.append(_check_line(json.loads(text)))
         return records
 
@@ -245,7 +247,23 @@ def _check_line(record: Any) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return value is None or isinstance(value, int | float)
+    return value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
+
+
+def _is_result(record: Mapping[str, Any]) -> bool:
+    """Whether tables can be made of what is said to be the result of an evaluation."""
+    try:
+        settings, model = record["settings"], record["settings"]["model"]
+        kinds = {
+            str: [record["task"], *record["notes"], model["weights"], model["preset"]],
+            int | float: [*record["results"].values(), *record["samples"].values()],
+            int | None: [settings["limit"], model["loops"]],
+            dict: [model["options"]],
+        }
+        fits = all(isinstance(each, kind) for kind, values in kinds.items() for each in values)
+        return fits and min(model["parameters"], model["flops_per_token"]) > 0
+    except (AttributeError, KeyError, TypeError):
+        return False
 
 
 @final
@@ -280,7 +298,7 @@ class Evaluation:
 def _read_object(file: Path) -> dict[str, Any] | None:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

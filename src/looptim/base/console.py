@@ -79,6 +79,15 @@ class Progress:
             print(text, file=self.stream, flush=True)
 
 
+def clean(text: str) -> str:
+    """A text of one line that steers no terminal: names come from files and folders that anybody may have made.
+
+    >>> clean("a\\x1b[2J\\nb")
+    'a [2J b'
+    """
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
 def duration(seconds: float) -> str:
     """
     >>> duration(59.7), duration(61), duration(7260)

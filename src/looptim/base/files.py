@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 
@@ -147,12 +147,22 @@ def check_writable(folder: Path) -> None:
         raise ValueError(f"cannot write to {folder}: {there} is no folder we may write to; choose another --out")
 
 
+def check_links(root: Path, folders: Iterable[Path]) -> None:
+    """That no link in any of `folders` leads out of `root`: somebody may have made it for others to write through."""
+    here = root.resolve()
+    for folder in folders:
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if path.is_symlink() and not path.resolve().is_relative_to(here):
+                raise ValueError(f"{path} is a link that leads out of {root}; remove it, or put there what it names")
+
+
 @contextlib.contextmanager
 def claimed(folder: Path) -> Iterator[None]:
     """Hold a folder while working in it; another process that wants it is told so."""
     with os_errors_as(f"cannot write to {folder}", "choose another --out"):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
+        # A link there would be somebody's who wants the file it leads to emptied.
+        lock = os.fdopen(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666), "w")
     with lock:
         if not _lock(lock.fileno()):
             raise HeldError(f"another process is at work in {folder}; stop it, or choose another --out")

@@ -72,8 +72,10 @@ def _given_tokenizer(config: DataConfig) -> Tokenizer:
 
 def _check_size(tokenizer: Tokenizer, config: DataConfig, vocab_size: int) -> None:
     if tokenizer.vocab_size > vocab_size:
+        added = " (one of them the end of a document, which it lacks and gets)" if tokenizer.lacked_end else ""
         raise ValueError(
-            f"tokenizer {config.tokenizer!r} has {tokenizer.vocab_size} tokens but model.vocab_size is {vocab_size}; "
+            f"tokenizer {config.tokenizer!r} has {tokenizer.vocab_size} tokens{added} but "
+            f"model.vocab_size is {vocab_size}; "
             f"raise it to at least {tokenizer.vocab_size}"
         )
 

@@ -35,6 +35,8 @@ class Tokenizer:
         model.no_truncation()
         model.no_padding()
         self.eos_token = eos or next((name for name in _KNOWN_EOS if model.token_to_id(name) is not None), EOS)
+        self.lacked_end = model.token_to_id(self.eos_token) is None
+        """Whether the end of a document was added to it: no text that it has tokenized before had one."""
         model.add_special_tokens([AddedToken(self.eos_token, special=True, normalized=False)])
         self._text = model.to_str()
         # A special token that is spelled out in a text is text.
@@ -179,6 +181,9 @@ def _configured_eos(path: Path) -> str | None:
         return None
     try:
         eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a tokenizer_config.json ({error})") from error
-    return eos.get("content") if isinstance(eos, dict) else eos
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    if eos is not None and not (isinstance(eos, str) and eos):
+        raise ValueError(f"{path}: eos_token must be a text, got {eos!r}; name the token that ends a document")
+    return eos

@@ -120,6 +120,7 @@ def _check(path: Path, names: Sequence[str], *, limit: int | None, batch_size: i
     if RunDir(path).latest() is None and not (path / "config.json").is_file():
         # Loading raises the error that says what the folder lacks.
         load(path)
+    RunDir(path).check_links()
     code = [name for name in names if name in CODE]
     if code and not allow_code:
         raise ValueError(refusal(code))

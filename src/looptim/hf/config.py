@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ NAMES = {
     "norm_eps": "rms_norm_eps",
 }
 """Fields of `ModelConfig` that go by another name in transformers; `max_length` and `top_k` would steer `generate`."""
+
+DESCRIBED = {"loops", "use_cache", "dtype", "task_specific_params", "bos_token_id", "eos_token_id", "pad_token_id"}
+"""Keys of a config.json that describe a model, besides those of its `ModelConfig`."""
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 AUTO_CLASSES = {"AutoConfig": "LoopedConfig", "AutoModel": "LoopedModel", "AutoModelForCausalLM": "LoopedForCausalLM"}
 SHIM = "modeling_looptim"
@@ -79,6 +84,24 @@ class LoopedConfig(PreTrainedConfig):
     def from_model_config(cls, config: ModelConfig, **kwargs: Any) -> LoopedConfig:
         """The config of a `LoopedLM`; `kwargs` are those of transformers, such as `eos_token_id`."""
         return cls(**{NAMES.get(name, name): value for name, value in config.model_dump().items()}, **kwargs)
+
+    @classmethod
+    def from_file(cls, path: Path) -> LoopedConfig:
+        """The config in a file that anybody may have made: what describes the model, and nothing else.
+
+        Other keys are left out, since transformers fetches code that some of them name (`attn_implementation`).
+        """
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            kind, dtype = values.get("model_type"), values.get("dtype")
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path} is not the config of a model ({error}); export it again") from None
+        if kind != cls.model_type:
+            raise ValueError(f"{path} is of a model of type {kind!r}, not of one that `looptim export` wrote")
+        if dtype is not None and dtype not in DTYPES:
+            raise ValueError(f"{path}: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        fields = {NAMES.get(name, name) for name in ModelConfig.model_fields} | DESCRIBED
+        return cls(**{name: value for name, value in values.items() if name in fields})
 
     def to_model_config(self) -> ModelConfig:
         """The config of the `LoopedLM` that holds the weights."""

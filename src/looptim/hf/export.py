@@ -13,6 +13,7 @@ from ..rundir import RunDir
 def export(run: str | Path, out: str | Path | None = None) -> Path:
     """Write the model of a run's last checkpoint, with its config and tokenizer, to `out`; RUN/model by default."""
     folder = RunDir(run)
+    folder.check_links()
     out = folder.model if out is None else Path(out)
     if out.resolve() == Path.cwd():
         raise ValueError(f"{out} is the current folder, which an export would replace; give one inside it")

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ..base.console import clean
 from ..base.files import os_errors_as, write_together
 from ..rundir import Run
 from .plots import Picture
@@ -57,7 +58,7 @@ def _table(runs: Sequence[Run], rows: Mapping[str, Sequence[str]]) -> str:
     cells = {"": [run.name for run in runs], **rows}
     lines = []
     for head, values in cells.items():
-        tag, escaped = ("td" if head else "th"), [html.escape(value) for value in values]
+        tag, escaped = ("td" if head else "th"), [html.escape(clean(value)) for value in values]
         lines.append(f"<tr><th>{html.escape(head)}</th>{''.join(f'<{tag}>{value}</{tag}>' for value in escaped)}</tr>")
     return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
 
@@ -91,7 +92,7 @@ pre { overflow-x: auto; font-size: .82rem; } summary { cursor: pointer; padding:
 
 
 def run_page(runs: Sequence[Run], pictures: Sequence[Picture], files: Mapping[str, bytes], tables: str) -> str:
-    title = html.escape(", ".join(run.name for run in runs) if len(runs) <= 4 else f"{len(runs)} runs")
+    title = html.escape(clean(", ".join(run.name for run in runs)) if len(runs) <= 4 else f"{len(runs)} runs")
     # The first screen is the loss: its figures come first among the pictures.
     parts = [f"<h1>{title}</h1>", embedded(pictures, files), "<h2>In numbers</h2>"]
     parts.append(_table(runs, {head: [cell(run) for run in runs] for head, cell in SUMMARY.items()}))
@@ -102,7 +103,7 @@ def run_page(runs: Sequence[Run], pictures: Sequence[Picture], files: Mapping[st
     parts += [tables, "<h2>Files</h2>"]
     for run in runs:
         for name, text in run.files.items():
-            head = html.escape(f"{run.name}/{name}")
+            head = html.escape(clean(f"{run.name}/{name}"))
             parts.append(f"<details><summary>{head}</summary><pre>{html.escape(text)}</pre></details>")
     return document(title, parts)
 

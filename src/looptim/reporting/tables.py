@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from ..base.console import clean
+
 ABSENT = "–"
 
 
@@ -59,13 +61,13 @@ def markdown(tables: Sequence[Table]) -> str:
     for table in tables:
         numeric = [any(isinstance(row[i], Cell) for row in table.rows) for i in range(len(table.header))]
         lines = [
-            f"## {table.title}",
+            f"## {_markdown_text(table.title)}",
             "",
             _pipe(map(_markdown_label, table.header)),
             f"|{'|'.join('---:' if right else '---' for right in numeric)}|",
             *(_pipe(_markdown_cell(cell) for cell in row) for row in table.rows),
             "",
-            *(f"{note}  " for note in table.notes),
+            *(f"{_markdown_text(note)}  " for note in table.notes),
         ]
         parts.append("\n".join(lines).rstrip() + "\n")
     return "\n".join(parts)
@@ -88,8 +90,15 @@ def _markdown_cell(cell: str | Cell) -> str:
 def _markdown_label(text: str) -> str:
     base, sub, sup = _split(text)
     return (
-        base.replace("|", "\\|") + (f"<sub>{sub}</sub>" if sub else "") + (f"<sup>{sup}</sup>" if sup else "")
+        _markdown_text(base).replace("|", "\\|")
+        + (f"<sub>{sub}</sub>" if sub else "")
+        + (f"<sup>{sup}</sup>" if sup else "")
     ).replace("<sup>*</sup>", "<sup>\\*</sup>")
+
+
+def _markdown_text(text: str) -> str:
+    """A text that begins no HTML, link or formula."""
+    return re.sub(r"([\\<\[$])", r"\\\1", clean(text))
 
 
 def _split(text: str) -> tuple[str, str, str]:
@@ -163,12 +172,15 @@ SYMBOLS = {
     "✓": "$\\checkmark$",
     "±": "$\\pm$",
     "–": "--",
+    # After the end of a row these would be arguments of it.
+    "[": "{[}",
+    "*": "{*}",
 }
 
 
 def _latex_label(text: str) -> str:
     base, sub, sup = _split(text)
-    base = "".join(SYMBOLS.get(letter, letter) for letter in base)
+    base = "".join(SYMBOLS.get(letter, letter) for letter in clean(base))
     if base.endswith("+") and sub:
         base = base[:-1] + "$^+$"
     return base + (f"$_{{\\mathrm{{{sub}}}}}$" if sub else "") + (f"$^{{{sup}}}$" if sup else "")
@@ -187,8 +199,19 @@ def csv_text(tables: Sequence[Table]) -> str:
                 if isinstance(cell, Cell) and cell.value is not None:
                     error = "" if cell.error is None else repr(cell.error)
                     label = " / ".join(label for label in labels if label)
-                    writer.writerow([table.name, label, name, repr(cell.value), error, cell.mark or ""])
+                    texts = [_csv_label(text) for text in (table.name, label, name)]
+                    writer.writerow([*texts, repr(cell.value), error, cell.mark or ""])
     return out.getvalue()
+
+
+def _csv_label(text: str) -> str:
+    """A text that a spreadsheet takes for one, and not for a formula.
+
+    >>> _csv_label("=1+1"), _csv_label("a=1")
+    ("'=1+1", 'a=1')
+    """
+    text = clean(text)
+    return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@")) else text
 
 
 def html_text(tables: Sequence[Table]) -> str:
@@ -197,9 +220,9 @@ def html_text(tables: Sequence[Table]) -> str:
     for table in tables:
         head = "".join(f"<th>{_html_label(name)}</th>" for name in table.header)
         rows = "".join(f"<tr><th>{_html_cell(first)}</th>{_html_row(rest)}</tr>" for first, *rest in table.rows)
-        parts.append(f"<h2>{html.escape(table.title)}</h2>")
+        parts.append(f"<h2>{html.escape(clean(table.title))}</h2>")
         parts.append(f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div>')
-        parts += [f'<p class="note">{html.escape(note)}</p>' for note in table.notes]
+        parts += [f'<p class="note">{html.escape(clean(note))}</p>' for note in table.notes]
     return "".join(parts)
 
 
@@ -219,7 +242,7 @@ def _html_cell(cell: str | Cell) -> str:
 
 def _html_label(text: str) -> str:
     base, sub, sup = _split(text)
-    return html.escape(base) + (f"<sub>{sub}</sub>" if sub else "") + (f"<sup>{sup}</sup>" if sup else "")
+    return html.escape(clean(base)) + (f"<sub>{sub}</sub>" if sub else "") + (f"<sup>{sup}</sup>" if sup else "")
 
 
 FORMATS: Mapping[str, Callable[[Sequence[Table]], str]] = {"md": markdown, "tex": latex, "csv": csv_text}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import lzma
+import re
 import zipfile
 import zlib
 from pathlib import Path
@@ -16,8 +17,14 @@ from .spec import Cell, Plan
 
 ARCHIVE = "runs.zip"
 """In the folder of a study."""
+LARGEST = 1 << 30
+"""Bytes that an archive may have unpacked; one that shipped with looptim has a few million."""
 LEFT_OUT = {"lr", "moe_load", "moe_load_max", "tokens_per_s", "mfu"}
 """Of the metrics: two thirds of them, of which neither a table nor a figure of a study is made."""
+
+
+# A run's folder, and a file in it or in its folder of evaluations, by names that every system takes as they are.
+NAMES = r"[\w=+,@-][\w.=+,@-]*/(eval/)?[\w=+,@-][\w.=+,@-]*"
 
 
 def pack(plan: Plan, runs: Path, archive: Path) -> bytes:
@@ -72,8 +79,14 @@ def _read(archive: Path) -> dict[str, bytes]:
         return {}
     try:
         with zipfile.ZipFile(archive) as zipped:
+            for info in zipped.infolist():
+                if not re.fullmatch(NAMES, info.filename):
+                    raise ValueError(f"it has {info.filename[:80]!r}, which is no file of a run")
+            size = sum(info.file_size for info in zipped.infolist())
+            if size > LARGEST:
+                raise ValueError(f"it would take {size} bytes")
             return {name: zipped.read(name) for name in zipped.namelist()}
-    except (zipfile.BadZipFile, lzma.LZMAError, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+    except (zipfile.BadZipFile, lzma.LZMAError, zlib.error, EOFError, RuntimeError, OSError, ValueError) as error:
         raise ValueError(
             f"{archive} is damaged ({error}); get it again, or delete it, and the runs that are missing are trained"
         ) from None

@@ -185,7 +185,7 @@ def _base(path: Path, base: str) -> Path:
 def _read(path: Path) -> Study:
     try:
         return Study(**tomllib.loads(path.read_text(encoding="utf-8")))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

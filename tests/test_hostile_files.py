@@ -1,0 +1,266 @@
+"""Folders and files that a stranger made are data: they execute nothing, write nowhere else, and fail in a sentence."""
+
+import json
+import os
+import pickle
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from support import config, run
+
+import looptim as lo
+from looptim.base.files import claimed
+from looptim.data import Tokenizer
+from looptim.rundir import RunDir
+from looptim.studies import archive
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    lo.train(config(steps=3), folder, progress=False)
+    lo.export(folder)
+    return folder
+
+
+@pytest.fixture
+def exported(trained, tmp_path):
+    return Path(shutil.copytree(trained / "model", tmp_path / "exported"))
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attn_implementation": "evil/kernel"},
+        {"_attn_implementation": "evil/kernel"},
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
+        {"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}},
+        {"transformers_weights": "../../other.safetensors", "tp_plan": "auto", "use_kernels": True},
+    ],
+)
+def test_what_a_config_says_besides_the_model_is_not_followed(exported, monkeypatch, change):
+    monkeypatch.chdir(exported)
+    settings = json.loads((exported / "config.json").read_text())
+    (exported / "config.json").write_text(json.dumps(settings | change))
+    (exported / "evil.py").write_text("open('executed', 'w')")
+    model, tokenizer = lo.load(exported)
+    assert lo.generate(model, tokenizer, "1+", max_new_tokens=2, temperature=0) is not None
+    assert not (exported / "executed").exists()
+
+
+def test_pickled_weights_are_not_loaded(exported, monkeypatch):
+    monkeypatch.chdir(exported)
+    (exported / "model.safetensors").unlink()
+    torch.save({"x": Bomb()}, exported / "pytorch_model.bin")
+    (exported / "training_args.bin").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(ValueError, match="safetensors"):
+        lo.load(exported)
+    assert not (exported / "executed").exists()
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("config.json", DEEP, "is not the config of a model"),
+        ("config.json", "[]", "is not the config of a model"),
+        ("config.json", '{"model_type": "llama"}', "is of a model of type 'llama'"),
+        ("config.json", '{"model_type": "looptim", "dtype": "evil"}', "dtype must be one of"),
+        ("adapter_config.json", '{"base_model_name_or_path": "evil/model"}', "has an adapter beside its model"),
+        ("generation_config.json", "[1]", "cannot be read"),
+        ("generation_config.json", DEEP, "cannot be read"),
+        ("model.safetensors", "x" * 1000, "model.safetensors|cannot be read"),
+        ("tokenizer_config.json", DEEP, "is not a tokenizer_config.json"),
+        ("tokenizer_config.json", '{"eos_token": 5}', "eos_token must be a text, got 5"),
+        ("tokenizer_config.json", '{"eos_token": "absent"}', "has no token that ends a document"),
+        ("tokenizer.json", DEEP, "is not a tokenizer.json"),
+        ("tokenizer.json", '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}', "has no token that ends"),
+    ],
+)
+def test_a_file_that_is_not_what_it_should_be_is_a_sentence(exported, file, text, message):
+    (exported / file).write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        lo.load(exported)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_index_of_weights_leads_nowhere_else(exported, tmp_path):
+    (exported / "model.safetensors").rename(tmp_path / "other.safetensors")
+    for index in ("[]", "{}", '{"metadata": {}, "weight_map": {"a": "../../absent.safetensors"}}'):
+        (exported / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(ValueError, match=r"cannot be read|do not fit|safetensors"):
+            lo.load(exported)
+
+
+def test_a_tokenizer_larger_than_the_model_is_a_sentence(exported):
+    Tokenizer.train(["a few words " * 50], vocab_size=262).save(exported)
+    with pytest.raises(ValueError, match=r"has 26\d tokens, but the model 257; give it the one it was trained with"):
+        lo.load(exported)
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("env.json", "secret"),
+        ("eval", "."),
+        ("report", "."),
+        ("metrics.jsonl", "secret"),
+        ("checkpoints/step_000009", "."),
+        ("eval/.partial/addition.jsonl", "secret"),
+    ],
+)
+def test_no_link_of_a_run_leads_out_of_it(trained, tmp_path, name, target):
+    folder = Path(shutil.copytree(trained, tmp_path / "run"))
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret").write_text("secret")
+    if (folder / name).is_file():
+        (folder / name).unlink()
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).symlink_to(outside / target)
+    for verb in (
+        lambda: lo.report(folder),
+        lambda: lo.evaluate(folder, tasks=["addition"], limit=2, quiet=True),
+        lambda: lo.train(config(steps=3), folder, resume=True, progress=False),
+        lambda: lo.export(folder),
+    ):
+        with pytest.raises(ValueError, match="is a link that leads out of"):
+            verb()
+    assert [path.name for path in outside.iterdir()] == ["secret"]
+    assert (outside / "secret").read_text() == "secret"
+
+
+def test_a_link_inside_a_run_and_to_a_run_is_fine(trained, tmp_path):
+    folder = Path(shutil.copytree(trained, tmp_path / "run"))
+    (folder / "latest").symlink_to("checkpoints")
+    (tmp_path / "link").symlink_to(folder)
+    assert lo.report(tmp_path / "link").is_file()
+
+
+def test_a_lock_that_is_a_link_empties_no_file(tmp_path):
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match="cannot write to"), claimed(tmp_path / "run"):
+        pass
+    assert (tmp_path / "secret").read_text() == "secret"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../evil/config.toml", "/evil/config.toml", "run/../../evil", "run\\..\\evil", "C:evil/x", "evil", "a/b/c/d"],
+)
+def test_an_archive_has_files_of_runs_only(tmp_path, name):
+    with zipfile.ZipFile(tmp_path / "runs.zip", "w") as zipped:
+        zipped.writestr(name, "evil")
+    with pytest.raises(ValueError, match=r"runs.zip is damaged \(it has .*, which is no file of a run\)"):
+        archive._read(tmp_path / "runs.zip")
+
+
+def test_an_archive_that_would_fill_the_memory_is_not_unpacked(tmp_path):
+    with zipfile.ZipFile(tmp_path / "runs.zip", "w", zipfile.ZIP_DEFLATED) as zipped:
+        for index in range(20):
+            with zipped.open(f"run{index}/metrics.jsonl", "w") as file:
+                for _ in range(64):
+                    file.write(bytes(1 << 20))
+    assert (tmp_path / "runs.zip").stat().st_size < 2 << 20
+    with pytest.raises(ValueError, match=r"runs.zip is damaged \(it would take 1342177280 bytes\)"):
+        archive._read(tmp_path / "runs.zip")
+    # A size that is a lie does not help: no more than it says is unpacked.
+    whole = (tmp_path / "runs.zip").read_bytes()
+    (tmp_path / "runs.zip").write_bytes(whole.replace((1 << 26).to_bytes(4, "little"), (9).to_bytes(4, "little")))
+    with pytest.raises(ValueError, match=r"runs.zip is damaged \(Bad CRC"):
+        archive._read(tmp_path / "runs.zip")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        DEEP + "\n",
+        '{"step": 1' + "0" * 4000 + ', "tokens": 1, "loss": 1}\n',
+        '{"step": 1, "tokens": 1e999, "loss": "<script>"}\n',
+        '{"step": -5, "tokens": NaN, "loss": [[]]}\n',
+        '{"step": 1, "tokens": 1, "loss": {"a": {"b": []}}}\n',
+    ],
+)
+def test_metrics_that_are_none_are_a_sentence(trained, tmp_path, text):
+    folder = Path(shutil.copytree(trained, tmp_path / "run"))
+    (folder / "metrics.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=r"metrics.jsonl line 1: .*; repair or remove the line"):
+        lo.report(folder)
+
+
+def test_an_evaluation_that_is_none_is_a_sentence(trained, tmp_path):
+    folder = Path(shutil.copytree(trained, tmp_path / "run"))
+    lo.evaluate(folder, tasks=["addition"], limit=2, quiet=True)
+    (file,) = (folder / "eval").glob("*.json")
+    whole = json.loads(file.read_text())
+    for harm in (
+        {"results": 5}, {"results": {"exact_match,none": "<script>"}}, {"task": ["x"]}, {"settings": {}}, {"notes": 7},
+        {"settings": {"model": [], "limit": 2}}, {"samples": {"addition": "x"}},
+        {"settings": whole["settings"] | {"model": whole["settings"]["model"] | {"loops": "x", "flops_per_token": 0}}},
+    ):  # fmt: skip
+        file.write_text(json.dumps(whole | harm))
+        with pytest.raises(ValueError, match="is not a result of `looptim evaluate`; repair or remove it"):
+            lo.report(folder)
+    file.write_text(DEEP)
+    with pytest.raises(ValueError, match="is not a result of `looptim evaluate`; repair or remove it"):
+        lo.report(folder)
+
+
+NAMES = ("=HYPERLINK(1)", "<script>alert(1)</script>", "$\\frac$", "_hidden", "\\input{x}", "a\x1b[2J`b`", "[a](b)|c")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="such names cannot be")
+def test_the_report_of_runs_with_hostile_names_is_inert(trained, tmp_path, recwarn):
+    folders = [Path(shutil.copytree(trained, tmp_path / name.replace("/", "⁄"))) for name in NAMES]
+    for folder in folders:
+        lo.evaluate(folder, tasks=["addition"], limit=2, quiet=True)
+    page = lo.report(folders, tmp_path / "out").read_text()
+    assert "<script>" not in page and "&lt;script&gt;" in page
+    assert "\x1b" not in page + (tmp_path / "out" / "tables.md").read_text()
+    # Every name is in the legend, as it is.
+    assert not [each for each in recwarn if "legend" in str(each.message)]
+    assert "<script>" not in (tmp_path / "out" / "loss.svg").read_text()
+    rows = (tmp_path / "out" / "tables.csv").read_text().splitlines()
+    assert not [row for row in rows for cell in row.split(",") if cell.strip('"')[:1] in "=+@" and cell.strip('"')]
+
+
+def test_a_message_does_not_steer_the_terminal(tmp_path):
+    done = run("generate", "a\x1b[2J\nb", "x", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "\x1b" not in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_study_of_a_stranger_is_read_and_not_executed(tmp_path):
+    (tmp_path / "study.toml").write_text("x = " + "[" * 50_000)
+    (tmp_path / "recipe.toml").write_text("x = " + "[" * 50_000)
+    for verb in (["study", "study.toml"], ["train", "recipe.toml"]):
+        done = run(*verb, "--out", "out", cwd=tmp_path)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["recipe.toml", "study.toml"]
+
+
+def test_a_run_directory_that_is_no_run_is_a_sentence(tmp_path):
+    for name, text in (("config.toml", DEEP), ("config.toml", "\0"), ("env.json", DEEP)):
+        folder = tmp_path / "run"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        (folder / name).write_text(text)
+        (folder / "metrics.jsonl").write_text('{"step": 1, "tokens": 1, "loss": 1}\n')
+        if name == "env.json":
+            RunDir(folder).read()
+        else:
+            with pytest.raises(ValueError, match="is not valid TOML"):
+                RunDir(folder).read()
