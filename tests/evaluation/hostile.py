@@ -218,6 +218,14 @@ builtins.exec = builtins.compile = lambda *a, **o: None
 AssertionError = Exception
 f = check = lambda *a, **o: None
 """,
+    "end the loop of the test": """
+def f(x):
+    raise StopIteration
+""",
+    "import what equals everything": """
+from functools import partial as f, reduce as abs
+from unittest.mock import MagicMock as f, ANY as candidate
+""",
     "replace what it is tested with": """
 import builtins
 abs = len = all = sum = isinstance = lambda *a, **o: 0
@@ -235,8 +243,8 @@ def f(x):
 
 TEST = """
 def check(candidate):
-    assert abs(candidate(1) - 2) < 1e-6
-    assert candidate(1) == 2 and isinstance(candidate(1), int)
+    for got, wanted in zip(map(candidate, [1, 1]), [2, 2]):
+        assert abs(got - wanted) < 1e-6 and got == wanted and isinstance(got, int)
 
 check(f)
 """

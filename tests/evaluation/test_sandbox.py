@@ -66,6 +66,7 @@ def test_a_program_runs_as_in_code_eval():
          "try: f()\nexcept RuntimeError: pass\nelse: raise ValueError"),
         ("import math\nfrom typing import List\nONE = 1\ndef f(x): return x",
          "def g(x: List): pass\nassert math.pi and f(ONE) == 1"),
+        ("from math import gcd, pi as abs\ndef f(): return 1", "assert gcd(4, 6) == 2 and abs(f()) == 1"),
         ("from math import gcd\ndef gcd(a, b): return 'own'", "assert gcd(4, 6) == 'own'"),
         ("state = []\ndef f(): state.append(1); return len(state)", "assert f() == 1 and f() == 2"),
         ("def sum(a, b): return a * b", "assert sum(2, 5) == 10"),
