@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .reporting.tour import demo  # noqa: F401
     from .studies.run import study  # noqa: F401
     from .training.bench import bench  # noqa: F401
+    from .training.plan import plan  # noqa: F401
     from .training.train import train  # noqa: F401
 
 __version__ = "0.1.0"
@@ -47,6 +48,7 @@ _HOMES = {
     "load": "loading",
     "look": "reporting.look",
     "loop_model": "hf.loop_model",
+    "plan": "training.plan",
     "report": "reporting.report",
     "study": "studies.run",
     "train": "training.train",

@@ -205,6 +205,33 @@ def count(
 
 
 @app.command()
+def plan(
+    recipe: Recipe,
+    gpus: Annotated[int, typer.Option(min=1, help="How many GPUs there will be, over all nodes.")],
+    nodes: Annotated[int, typer.Option(min=1, help="On how many nodes they are.")] = 1,
+    set: Set = None,
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option("--gpu", metavar="KEY=VALUE", help="Assume another memory, bf16, fp32, utilization, inside, ..."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Say what a training takes on GPUs that are not here: memory, traffic and time of an update, on every mesh."""
+    import looptim
+    from looptim.training.plan_table import COLLECTIVES, COLUMNS, bars, cells, collective_cells, parse_gpu, verdict
+
+    answer = looptim.plan(looptim.load_config(recipe, set=set or ()), gpus=gpus, nodes=nodes, gpu=parse_gpu(gpu or ()))
+    if json:
+        print(json_module.dumps(answer, indent=2, ensure_ascii=False))
+        return
+    print(f"{recipe}: {answer['model']} on {gpus} GPUs, {nodes} nodes; times assume {answer['assumed']}")
+    print_table(list(COLUMNS), [cells(mesh) for mesh in answer["meshes"]])
+    print(bars(answer))
+    print_table(list(COLLECTIVES), [row for mesh in answer["meshes"] for row in collective_cells(mesh)])
+    print(verdict(answer))
+
+
+@app.command()
 def train(
     recipe: Recipe,
     out: Annotated[str, typer.Option(metavar="DIR", help="The run directory.")],

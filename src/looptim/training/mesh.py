@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -47,69 +48,80 @@ class Sizes:
         return cls(replicate, shard, expert)
 
 
-def build(config: Config, world: World) -> LoopedLM:
+class Mesh(NamedTuple):
+    """The sides of a mesh as groups of processes."""
+
+    whole: DeviceMesh
+    """Where all but spread experts are: each copy sharded over its processes."""
+    expert: DeviceMesh | None
+    """Neighbors that share the experts, so that tokens travel inside a node; None where experts are gathered."""
+    rest: DeviceMesh | None
+    """What is left of a copy, which shards each share of the experts, and the other copies."""
+
+
+def open_mesh(parallel: ParallelConfig, world: World) -> Mesh | None:
+    """The mesh of all processes; None where there is one."""
+    sizes, device = Sizes.of(parallel, world.size), world.device.type
+    if world.size == 1:
+        return None
+    sides = (sizes.shard,) if sizes.replicate == 1 else (sizes.replicate, sizes.shard)
+    whole = init_device_mesh(device, sides, mesh_dim_names=("replicate", "shard")[-len(sides) :])
+    if sizes.expert == 1:
+        return Mesh(whole, None, None)
+    sides = (sizes.replicate, sizes.shard // sizes.expert, sizes.expert)
+    mesh = init_device_mesh(device, sides, mesh_dim_names=("replicate", "shard", "expert"))
+    # With a group for both sides at once, torch adds up the norm of gradients in one go.
+    mesh["shard", "expert"]._flatten("copy")
+    return Mesh(whole, mesh["expert"], mesh["shard"] if sizes.replicate == 1 else mesh["replicate", "shard"])
+
+
+def build(config: Config, world: World, mesh: Mesh | None) -> LoopedLM:
     """The model on this process's device, or this process's shard of it, sharded block by block as it is built.
 
     So no process holds more of it at once than its shard, a block or two, and what is in no block: embedding, head and
     loops. A looped block is not resharded after its forward; a plain one is. In bf16 the matrices of blocks are rounded
     before they are gathered, as autocast would after; norms, routers, transitions, embedding and head are fp32.
     """
-    sizes = Sizes.of(config.parallel, world.size)
     visits = Layout.of(config.model).visits
-    mesh = _dense_mesh(sizes, world) if world.size > 1 else None
-    experts_mesh = _experts_mesh(sizes, world) if sizes.expert > 1 else None
-
     narrow = config.train.dtype == "bf16"
 
     def place(block: Block, index: int) -> None:
-        block.to(world.device)
+        _move(block, world.device)
         if mesh is None:
             return
         # What is looped is needed again at once.
         reshard = visits[index] == 1
-        if experts_mesh is not None and isinstance(block.feedforward, MoE):
-            _spread(block.feedforward.experts, experts_mesh, reshard=reshard, narrow=narrow)
+        if isinstance(block.feedforward, MoE):
+            _spread(block.feedforward.experts, mesh, reshard=reshard, narrow=narrow)
         if narrow:
             exact = [module for module in block.modules() if isinstance(module, RMSNorm | Router)]
-            _shard(exact, mesh, reshard=reshard)
-        _shard([block], mesh, reshard=reshard, narrow=narrow)
+            _shard(exact, mesh.whole, reshard=reshard)
+        _shard([block], mesh.whole, reshard=reshard, narrow=narrow)
 
-    model = LoopedLM(config.model, seed=config.train.seed, place=place).to(world.device)
+    model = LoopedLM(config.model, seed=config.train.seed, place=place)
+    _move(model, world.device)
     if mesh is not None:
-        _shard([model], mesh)
+        _shard([model], mesh.whole)
         register_fsdp_forward_method(model, "loss")
     return model
 
 
-def _dense_mesh(sizes: Sizes, world: World) -> DeviceMesh:
-    """Where all but spread experts are: each copy sharded over its processes."""
-    if sizes.replicate == 1:
-        return init_device_mesh(world.device.type, (sizes.shard,), mesh_dim_names=("shard",))
-    return init_device_mesh(world.device.type, (sizes.replicate, sizes.shard), mesh_dim_names=("replicate", "shard"))
+def _move(module: nn.Module, device: torch.device) -> None:
+    # What is there already stays: fake tensors, which a plan is made with, cannot be moved.
+    if any(p.device.type != device.type for p in module.parameters()):
+        module.to(device)
 
 
-def _experts_mesh(sizes: Sizes, world: World) -> DeviceMesh:
-    """Neighbors share the experts, so that tokens travel inside a node; what is left of a copy shards each share."""
-    mesh = init_device_mesh(
-        world.device.type,
-        (sizes.replicate, sizes.shard // sizes.expert, sizes.expert),
-        mesh_dim_names=("replicate", "shard", "expert"),
-    )
-    # With a group for both sides at once, torch adds up the norm of gradients in one go.
-    mesh["shard", "expert"]._flatten("copy")
-    return mesh
-
-
-def _spread(experts: Experts, mesh: DeviceMesh, *, reshard: bool, narrow: bool) -> None:
-    """Give each process of the mesh's last side its experts, and shard those over the other sides."""
-    group = mesh["expert"]
+def _spread(experts: Experts, mesh: Mesh, *, reshard: bool, narrow: bool) -> None:
+    """Give each process its experts, where the mesh spreads them, and shard those over the other sides."""
+    if mesh.expert is None or mesh.rest is None:
+        return
+    experts.exchange = AllToAll(mesh.expert.get_group(), len(experts.gate))
     for name, parameter in list(experts.named_parameters()):
         # Every process has drawn all of them and keeps its own.
-        mine = distribute_tensor(parameter.data, group, [Shard(0)], src_data_rank=None)
+        mine = distribute_tensor(parameter.data, mesh.expert, [Shard(0)], src_data_rank=None)
         experts.register_parameter(name, nn.Parameter(mine))
-    experts.exchange = AllToAll(group.get_group(), experts.gate.shape[0])
-    rest = mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
-    _shard([experts], rest, reshard=reshard, narrow=narrow)
+    _shard([experts], mesh.rest, reshard=reshard, narrow=narrow)
 
 
 def _shard(
@@ -117,7 +129,9 @@ def _shard(
 ) -> None:
     """Shard what is not sharded yet, as one; gradients are added up: a loss is a share of that of all processes."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, None, False) if narrow else MixedPrecisionPolicy()
-    fully_shard(list(modules), mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    # Meshes are real, also where a plan is made with fake tensors.
+    with unset_fake_temporarily():
+        fully_shard(list(modules), mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     first = modules[0]
     assert isinstance(first, FSDPModule)
     first.set_gradient_divide_factor(1.0)

@@ -52,8 +52,9 @@ def update(run: TrainingState, step: int) -> dict[str, Any]:
     batch = run.data.batch("train", seed=order, step=step, batch_size=settings.batch_size, rows=rows)
     lr = learning_rate(step, peak=optim.lr, minimum=optim.min_lr, warmup=optim.warmup, total=settings.steps)
     set_rate(run.optimizer.param_groups, lr, optim.rates)
-    loss, loads = _accumulate(run, batch.to(world.device), step)
+    total, loads = accumulate(run, batch.to(world.device), step)
     norm = clip_gradients(run.model.parameters(), optim.clip)
+    loss = total.item()
     if not math.isfinite(loss) or not torch.isfinite(norm):
         what = "loss" if not math.isfinite(loss) else "gradient"
         raise DivergedError(
@@ -64,7 +65,7 @@ def update(run: TrainingState, step: int) -> dict[str, Any]:
     return {"loss": loss, "lr": lr, "grad_norm": norm.item(), **_balance(run, loads)}
 
 
-def _accumulate(run: TrainingState, batch: Batch, step: int) -> tuple[float, dict[str, Tensor]]:
+def accumulate(run: TrainingState, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Gradients of the mean loss over the global batch, in micro-batches; the loss and the experts' loads."""
     settings, world = run.config.train, run.world
     total_targets = world.sum((batch.targets != IGNORE).sum())
@@ -85,7 +86,7 @@ def _accumulate(run: TrainingState, batch: Batch, step: int) -> tuple[float, dic
         loss += share * out.cross_entropy.detach()
         for name, load in out.loads.items():
             loads[name] = loads[name] + load if name in loads else load
-    return world.sum(loss).item(), {name: world.sum(load) for name, load in loads.items()}
+    return world.sum(loss), {name: world.sum(load) for name, load in loads.items()}
 
 
 def _pieces(run: TrainingState, batch: Batch) -> list[Batch]:

@@ -26,7 +26,7 @@ from . import checkpoint, distributed
 from .amx import guard_bf16
 from .distributed import World
 from .gate import check_transition
-from .mesh import Sizes, build
+from .mesh import Sizes, build, open_mesh
 from .metrics import RunLog, environment
 from .optim import MuonAdamW, describe_groups, parameter_groups
 from .sinks import check_sinks
@@ -97,7 +97,7 @@ def _open_together(config: Config, world: World, *, progress: bool) -> Dataset:
 
 def _prepare(config: Config, folder: RunDir, world: World, data: Dataset) -> TrainingState:
     """Build everything; nothing is written."""
-    model = build(config, world)
+    model = build(config, world, open_mesh(config.parallel, world))
     model.checkpointing = config.train.activation_checkpointing
     if config.train.compile:
         model.compile_blocks()
