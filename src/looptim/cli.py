@@ -12,11 +12,14 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from looptim.base.console import clean, print_table
+
+if TYPE_CHECKING:
+    from looptim.config import Config
 
 app = typer.Typer(
     help="Loop transitions for looped transformers, written as optimizer steps.",
@@ -249,7 +252,7 @@ def train(
         raise ValueError("the export at the end needs transformers; pip install 'looptim[hf]', or give --no-export")
 
     try:
-        run = looptim.train(looptim.load_config(recipe, set=set or ()), out, resume=resume, force=force)
+        run = looptim.train(_load_once(recipe, set or ()), out, resume=resume, force=force)
     except KeyboardInterrupt:
         print(f"looptim: stopped; the same command with --resume continues {out}", file=sys.stderr)
         raise typer.Exit(130) from None
@@ -258,6 +261,17 @@ def train(
         raise typer.Exit(2) from None
     if export and os.environ.get("RANK", "0") == "0":
         print(f"{run}: trained; {looptim.export(run)} loads in transformers")
+
+
+def _load_once(recipe: str, set: list[str] | tuple[str, ...]) -> Config:
+    """The config of a recipe; of many processes the first says what is wrong with it, and the others stop."""
+    from looptim.recipe import load_config
+
+    if "RANK" in os.environ:
+        from looptim.training import distributed
+
+        distributed.start().first_does(lambda: load_config(recipe, set=set))
+    return load_config(recipe, set=set)
 
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or a folder `looptim export` wrote.")]

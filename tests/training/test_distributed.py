@@ -88,6 +88,18 @@ def test_what_the_first_process_fails_at_is_said_once(tmp_path):
     assert not Path(tmp_path / "run").exists()
 
 
+def test_a_mistake_in_the_recipe_is_said_once(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(config().to_toml())
+    done = run_training(2, recipe, tmp_path / "run", "--set", "train.stepz=3")
+    assert done.returncode != 0
+    assert done.stderr.count("unknown key 'stepz'") == 1
+    done = run_training(2, recipe, tmp_path / "run", "--set", "parallel.replicate=3")
+    assert done.returncode != 0
+    assert done.stderr.count("parallel.replicate (3) does not make 2 processes") == 1
+    assert not (tmp_path / "run").exists()
+
+
 TWICE = """
 import sys
 import looptim as lo

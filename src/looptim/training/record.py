@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -64,6 +65,7 @@ class Recorder(TorchDispatchMode):
         self.flops: Counter[str] = Counter()
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
+        self.paused = False
         self._known: dict[int, tuple[str, int]] = {}
         self._resized: dict[int, weakref.ref[UntypedStorage]] = {}
         self._references: dict[int, weakref.ref[UntypedStorage]] = {}
@@ -74,7 +76,30 @@ class Recorder(TorchDispatchMode):
             self._see(tensor.to_local() if isinstance(tensor, DTensor) else tensor, what)
         self._mark()
 
+    def __enter__(self) -> Recorder:
+        super().__enter__()
+        self._propagate = propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        recorder = self
+
+        def unseen(self: ShardingPropagator, op_schema: Any) -> Any:
+            recorder.paused = True
+            try:
+                return propagate(self, op_schema)
+            finally:
+                recorder.paused = False
+
+        # DTensors learn shapes from whole tensors that have no memory anywhere.
+        ShardingPropagator._propagate_tensor_meta_non_cached = unseen
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._propagate
+        super().__exit__(*error)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.paused:
+            return func(*args, **(kwargs or {}))
         # Their parts come here again, one by one.
         if any(issubclass(t, (DTensor, AsyncCollectiveTensor)) for t in types):
             return NotImplemented
