@@ -277,6 +277,14 @@ def _load_once(recipe: str, set: list[str] | tuple[str, ...]) -> Config:
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or a folder `looptim export` wrote.")]
 
 
+DepthOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIGNAL:THRESHOLD", help="Let tokens leave the loop, as in residual:0.05[:MINIMUM[:MAXIMUM]]."
+    ),
+]
+
+
 @app.command()
 def generate(
     run: Run,
@@ -294,11 +302,14 @@ def generate(
     loops: Annotated[
         int | None, typer.Option(min=1, help="Run this many loops instead of the layout's; needs a shared transition.")
     ] = None,
+    depth: DepthOption = None,
+    show_depth: Annotated[bool, typer.Option("--show-depth", help="Print how many loops each new token took.")] = False,
 ) -> None:
     """Stream a continuation of a prompt."""
     import torch
 
     import looptim
+    from looptim.loop.depth import parse_depth
 
     model, tokenizer = looptim.load(run)
     if torch.cuda.is_available():
@@ -306,6 +317,7 @@ def generate(
     prompt = sys.stdin.read() if prompt == "-" else prompt
     # The prompt is printed with the first piece of its continuation, so that an error has a line of its own.
     pieces = iter([prompt])
+    took: list[int] = []
     looptim.generate(
         model,
         tokenizer,
@@ -316,9 +328,13 @@ def generate(
         top_p=top_p,
         seed=seed,
         loops=loops,
+        depth=None if depth is None else parse_depth(depth),
         stream=lambda text: print(next(pieces, "") + text, end="", flush=True),
+        on_depth=took.append if show_depth else None,
     )
     print()
+    if took:
+        print(f"loops of each new token: {' '.join(map(str, took))} (mean {sum(took) / len(took):.2f})")
 
 
 @app.command()
@@ -372,13 +388,29 @@ def evaluate(
     unisolated: Annotated[
         bool, typer.Option("--unisolated", help="With --allow-code, execute it even where nothing can contain it.")
     ] = False,
+    depth: DepthOption = None,
+    exits: Annotated[
+        bool, typer.Option("--exits", help="Choose thresholds at which tokens leave the loop, and report on them.")
+    ] = False,
     out: Annotated[str | None, typer.Option(metavar="DIR", help="Where results go; RUN/eval by default.")] = None,
     json: Json = False,
 ) -> None:
     """Run the paper's benchmarks; each task is written as it finishes, and a rerun skips what is done."""
     import looptim
+    from looptim.loop.depth import parse_depth
     from looptim.rundir import RunDir
 
+    if exits:
+        if suite or tasks or depth or loops:
+            raise ValueError("--exits chooses depths on the run's own held-out text; leave the other options out")
+        from looptim.evaluation.exits import evaluate_exits
+        from looptim.reporting.exits import report_exits
+
+        record = evaluate_exits(run, out=out)
+        page = report_exits([record], Path(record["file"]).parent)
+        print(json_module.dumps(record, indent=2) if json else page.with_name("exits.md").read_text(encoding="utf-8"))
+        print(page)
+        return
     if unisolated and not allow_code:
         raise ValueError("--unisolated is about executing code; give --allow-code too")
     names = None if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()]
@@ -389,6 +421,7 @@ def evaluate(
         limit=limit,
         batch_size=batch_size,
         loops=loops,
+        depth=None if depth is None else parse_depth(depth),
         allow_code="unisolated" if unisolated else allow_code,
         out=out,
     )

@@ -119,6 +119,7 @@ class ModelConfig(Strict):
     aux_coefficient: float = Field(1e-3, ge=0, description="Of the sequence-level auxiliary loss.")
 
     init_std: float = Field(0.006, gt=0, description="Standard deviation of the initial weights.")
+    embedding_std: float | None = Field(None, gt=0, description="Of the initial embeddings, where not `init_std`.")
     norm_eps: float = Field(1e-5, gt=0, description="Added under the root of every norm.")
     loop: LoopConfig = LoopConfig()
 
@@ -210,6 +211,11 @@ class LoopSampling(Strict):
     scheme: Literal["fixed", "huginn", "parcae"] = Field("fixed", description="Who draws the number of loops.")
     mean: float = Field(8.0, gt=0, description="Mean number of loops of a random scheme, to which Huginn's adds one.")
     grad_loops: int | None = Field(None, ge=1, description="Backpropagate through the last so many loops only.")
+    readouts: int = Field(0, ge=0, description="Also read out after so many earlier loops, drawn anew in every update.")
+    readout_weight: float = Field(1.0, gt=0, description="Of the mean loss of these earlier read-outs.")
+    readout_prior: tuple[float, ...] = Field(
+        (), description="How often each loop is drawn, relative to each other; equally often by default."
+    )
 
 
 class TrainConfig(Strict):
@@ -303,7 +309,15 @@ class Config(Strict):
             raise ValueError(
                 f"model.experts ({self.model.experts}) must be a multiple of parallel.expert ({self.parallel.expert})"
             )
-        sampled = self.train.loops.scheme != "fixed" or self.train.loops.grad_loops is not None
+        loops = self.train.loops
+        if loops.readouts and loops.scheme == "parcae":
+            raise ValueError("train.loops.readouts has no meaning where sequences wait for their first loop (parcae)")
+        if loops.readout_prior and (min(loops.readout_prior) < 0 or not any(loops.readout_prior)):
+            raise ValueError(f"train.loops.readout_prior must be weights, some positive, got {loops.readout_prior}")
+        looped = [segment.loops for segment in self.model.segments if segment.loops is not None]
+        if loops.readouts and len(looped) > 1:
+            raise ValueError(f"train.loops.readouts needs one loop, and model.layout ({self.model.layout}) has more")
+        sampled = loops.scheme != "fixed" or loops.grad_loops is not None or loops.readouts > 0
         if sampled and all(segment.loops is None for segment in self.model.segments):
             raise ValueError(f"train.loops needs a loop, and model.layout ({self.model.layout}) has none")
         return self

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .data import Tokenizer
 from .loading import wrap
+from .loop import Depth
 from .model import LoopedLM
 
 
@@ -25,11 +26,15 @@ def generate(
     top_p: float | None = None,
     seed: int | None = None,
     loops: int | None = None,
+    depth: Depth | None = None,
     stream: Callable[[str], None] | None = None,
+    on_depth: Callable[[int], None] | None = None,
 ) -> str:
     """The continuation of a prompt; temperature 0 is greedy. `stream` is given the text piece by piece as it comes.
 
     It has at most `max_new_tokens`, which must fit the model's maximum length; by default 200, or what fits.
+    `depth` says how deep each token goes; where tokens may leave, `on_depth` is given the number of loops behind each
+    new token.
     """
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be a number that is not negative, got {temperature}; 0 is greedy")
@@ -49,7 +54,7 @@ def generate(
         "top_p": 1.0 if top_p is None else top_p,
     }
     device = model.embedding.weight.device
-    with _wrapped(model, loops) as wrapped, _seeded(seed):
+    with _wrapped(model, loops, depth) as wrapped, _seeded(seed), _told(wrapped, on_depth):
         out = wrapped.generate(
             torch.tensor([ids], device=device),
             attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=device),
@@ -74,9 +79,10 @@ def complete(
     stop: str = "\n",
     batch_size: int = 64,
     loops: int | None = None,
+    depth: Depth | None = None,
 ) -> list[str]:
     """Greedy continuations of many prompts, up to `stop`, left-padded in batches through the KV cache."""
-    with _wrapped(model, loops) as wrapped:
+    with _wrapped(model, loops, depth) as wrapped:
         # A token shift does not allow padding on the left, so its prompts go one by one.
         return _complete(wrapped, tokenizer, prompts, max_new_tokens, stop, 1 if wrapped.model.shifted else batch_size)
 
@@ -128,15 +134,35 @@ def _seeded(seed: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def _wrapped(model: LoopedLM, loops: int | None) -> Iterator[Any]:
+def _wrapped(model: LoopedLM, loops: int | None, depth: Depth | None) -> Iterator[Any]:
     """The model under transformers and in eval mode, which it leaves as it was."""
+    if loops is not None and depth is not None:
+        raise ValueError(f"loops ({loops}) and depth ({depth}) both say how deep to go; give one")
     training = model.training
     try:
         # Its bookkeeping for gradients would take a seventh of the time of a token.
         with torch.inference_mode():
-            yield wrap(model.eval(), loops=loops)
+            wrapped = wrap(model.eval(), loops=loops)
+            if depth is not None:
+                wrapped.set_depth(depth)
+            yield wrapped
     finally:
         model.train(training)
+
+
+@contextmanager
+def _told(wrapped: Any, on_depth: Callable[[int], None] | None) -> Iterator[None]:
+    """While text is made, `on_depth` hears how deep the last token of every forward went."""
+    if on_depth is None:
+        yield
+        return
+    hook = wrapped.register_forward_hook(
+        lambda module, args, out: on_depth(sum(int(each[0, -1]) for each in out.depth)) if out.depth else None
+    )
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @final

@@ -14,6 +14,7 @@ from ..config import DataConfig
 from .cache import cache_folder, digest, writing
 from .corpus import SPLITS, Corpus, Split, find_corpus
 from .dataset import Dataset, PackedDataset
+from .deref import DerefDataset
 from .shards import ShardWriter
 from .sources import find_source, find_valid_source
 from .synthetic import SyntheticDataset
@@ -35,6 +36,9 @@ def open_data(config: DataConfig, *, vocab_size: int, seq_len: int, progress: bo
             raise ValueError(
                 f"data.valid_source {config.valid_source!r} cannot go with {config.source!r}; leave it out"
             )
+        if config.source == "synthetic:deref":
+            _check_size(Tokenizer.bytes(), config, vocab_size)
+            return DerefDataset(config.options, seq_len=seq_len)
         task = find_task(config.source.removeprefix("synthetic:"))
         # A task has no text to train a BPE on, and its digits must stay apart.
         tokenizer = Tokenizer.bytes() if config.tokenizer == "bpe" else _given_tokenizer(config)

@@ -19,6 +19,7 @@ import torch
 from ..base.console import Progress, duration
 from ..data import TASKS, Tokenizer
 from ..loading import load, wrap
+from ..loop import Depth
 from ..model import LoopedLM
 from ..model.count import count
 from ..rundir import Evaluation, RunDir
@@ -45,6 +46,8 @@ class Subject(NamedTuple):
     """The same weights, as transformers sees them."""
     loops: int | None
     """None for what the layout says."""
+    depth: Depth | None
+    """Where tokens leave; None where all run every loop."""
     trained: dict[str, Any]
     """Options of the synthetic task it learned, by name."""
     identity: dict[str, Any]
@@ -59,6 +62,7 @@ def evaluate(
     limit: int | None = None,
     batch_size: int = 16,
     loops: int | None = None,
+    depth: Depth | None = None,
     allow_code: bool | Literal["unisolated"] = False,
     out: str | Path | None = None,
     quiet: bool = False,
@@ -71,7 +75,7 @@ def evaluate(
     """
     path, names = Path(path), choose(suite, tasks)
     _check(path, names, limit=limit, batch_size=batch_size, allow_code=allow_code)
-    subject = _open(path, loops)
+    subject = _open(path, loops, depth)
     stock = [name for name in names if name not in TASKS]
     loaded = _load_tasks(stock, allow_code=bool(allow_code)) if stock else {}
     # A tag of lm-eval has become its tasks.
@@ -83,7 +87,7 @@ def evaluate(
         for index, name in enumerate(names, 1):
             progress = Progress(f"{name} ({index}/{len(names)})", batch=batch_size, show=not quiet)
             settings = _settings(name, subject, limit, loaded)
-            files = Evaluation(out, name, limit=limit, loops=loops)
+            files = Evaluation(out, name, limit=limit, loops=loops, depth=depth)
             found = files.read()
             if found is not None and found.get("settings") == settings:
                 progress.say(f"{progress.title}: done before, in {files.result}")
@@ -177,9 +181,11 @@ def _run(
     return record
 
 
-def _open(path: Path, loops: int | None) -> Subject:
+def _open(path: Path, loops: int | None, depth: Depth | None) -> Subject:
     model, tokenizer = load(path)
     wrapped = wrap(model.to(_device()), loops=loops)
+    if depth is not None:
+        wrapped.set_depth(depth)
     wrapped.generation_config.eos_token_id = tokenizer.eos
     config = model.config if loops is None else model.config.with_loops(loops)
     cost = count(config)
@@ -188,7 +194,7 @@ def _open(path: Path, loops: int | None) -> Subject:
         "tokenizer": tokenizer.hash,
         "layout": config.layout,
         "loops": next((segment.loops for segment in config.segments if segment.loops), None),
-        "exit_rule": "none: every token runs every loop",
+        "exit_rule": "none: every token runs every loop" if depth is None else f"{depth}; prefill with exits",
         "preset": config.loop.preset,
         "options": config.loop.options,
         **({"noncausal": True} if config.loop.noncausal else {}),
@@ -197,7 +203,7 @@ def _open(path: Path, loops: int | None) -> Subject:
         "parameters": cost.parameter_conventions()["non-vocabulary"],
         "flops_per_token": cost.flop_conventions()["without head"],
     }
-    return Subject(model, tokenizer, wrapped, loops, _trained(path), identity)
+    return Subject(model, tokenizer, wrapped, loops, depth, _trained(path), identity)
 
 
 def _trained(path: Path) -> dict[str, Any]:

@@ -44,7 +44,13 @@ def run(
         for first in range(0, len(waiting), batch_size):
             some = waiting[first : first + batch_size]
             texts = complete(
-                subject.model, subject.tokenizer, some, max_new_tokens=room, batch_size=batch_size, loops=subject.loops
+                subject.model,
+                subject.tokenizer,
+                some,
+                max_new_tokens=room,
+                batch_size=batch_size,
+                loops=subject.loops,
+                depth=subject.depth,
             )
             for prompt, text in zip(some, texts, strict=True):
                 answers.add(prompt, text)

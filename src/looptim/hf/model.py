@@ -124,7 +124,7 @@ class LoopedModel(LoopedPreTrainedModel):
         told = output_router_logits or torch.is_grad_enabled()
         packed = past_key_values is None and kwargs.get("cache") is not None
         depth = depth_of_call(self._depth, h.shape[1], past_key_values, packed=packed)
-        h, stats, depths = self.body.hidden(
+        h, stats, depths, _ = self.body.hidden(
             h, positions=position_ids, attend=attend, depth=depth, stats=told, observe=observe
         )
         return LoopedModelOutput(

@@ -38,6 +38,11 @@ class Depth(ABC):
         return False
 
     @property
+    def reads(self) -> tuple[int, ...]:
+        """After how many steps the state is read out too, besides the last: what intermediate supervision looks at."""
+        return ()
+
+    @property
     def by_place(self) -> bool:
         """Whether it knows tokens by their place, so that it must be told which ones a call has."""
         return False
@@ -77,9 +82,12 @@ class Fixed(Depth):
     """
 
     steps: int
+    reads: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_whole("steps", self.steps)
+        if not all(1 <= read < self.steps for read in self.reads):
+            raise ValueError(f"reads must be steps from 1 to {self.steps - 1}, before the last, got {self.reads}")
 
     def count_steps(self, loop: Loop, batch: int) -> int:
         return len(loop.schedule(self.steps))
@@ -250,8 +258,8 @@ class Exit(Depth):
 def parse_depth(text: str) -> Depth:
     """A depth as it is written on a command line: a number of loops, or SIGNAL:THRESHOLD[:MINIMUM[:MAXIMUM]].
 
-    >>> parse_depth("4"), str(parse_depth("residual:0.05:2"))
-    (Fixed(steps=4), 'residual < 0.05, minimum 2, maximum as the layout says')
+    >>> parse_depth("4").steps, str(parse_depth("residual:0.05:2"))
+    (4, 'residual < 0.05, minimum 2, maximum as the layout says')
     """
     name, *numbers = text.split(":")
     try:

@@ -37,6 +37,8 @@ class LoopState(NamedTuple):
     """How many steps each token took, (B, T)."""
     live: tuple[Tensor | bool, ...]
     """Who took each of the steps: the answers of the `Depth`."""
+    reads: tuple[Tensor, ...] = ()
+    """What the loop would have returned after the steps that the `Depth` names in `reads`."""
 
 
 @final
@@ -117,7 +119,7 @@ class Loop(nn.Module):
             raise ValueError(
                 f"the start is of shape {tuple(Y.shape)}; for an input {tuple(e.shape)} it must be a state (B, T, r, d)"
             )
-        carry, record, lived = schedule[0].rule.init(Y), None, []
+        carry, record, lived, reads = schedule[0].rule.init(Y), None, [], []
         for step, transition in enumerate(schedule):
             live = walk.enter(step, record)
             if live is False:
@@ -132,13 +134,15 @@ class Loop(nn.Module):
             if isinstance(live, Tensor):
                 Y, carry = merge(live, (Y, carry), before, transition.rule)
             lived.append(live)
+            if step + 1 in walk.policy.reads:
+                reads.append(self.readout(Y))
             if record is not None:
                 record = record._replace(Y=Y, carry=carry)
                 if observe is not None:
                     observe(transition, record)
         h = self.readout(Y)
         check_same_shape(h, e, "the read-out", "the loop's input")
-        return (h, LoopState(Y, carry, _count(lived, e), tuple(lived))) if return_state else h
+        return (h, LoopState(Y, carry, _count(lived, e), tuple(lived), tuple(reads))) if return_state else h
 
     def begin(self, e: Float[Tensor, "B T d"], depth: Depth | None = None, *, decode: Decode | None = None) -> Walk:
         """One call under `depth`, by default of all steps; `decode` makes logits of what the loop returns."""

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from ..base.markup import html_table
 from ..config import Config, ModelConfig
 from ..loop import Loop
-from .layout import Layout
+from .layout import LayerSpec, Layout
 from .lm import LoopedLM
 
 VOCABULARY = ("embedding", "head")
@@ -179,7 +179,17 @@ def training_flops(config: Config, *, documents: Sequence[int] | None = None) ->
         sum(count(each, seq_len=config.train.seq_len, documents=documents).flops.values())
         for each in (model, differentiated)
     )
-    return forward + 2 * backward
+    early = 3 * _readout_flops(config.model, config.train.seq_len, documents) * loops.readouts
+    return forward + 2 * backward + early
+
+
+def _readout_flops(config: ModelConfig, seq_len: int, documents: Sequence[int] | None) -> float:
+    """A token's in one read-out more than the last: coda and head."""
+    segments = Layout.of(config).segments
+    last = max((i for i, segment in enumerate(segments) if segment.looped), default=len(segments))
+    coda = [layer for segment in segments[last + 1 :] for layer in segment.steps[0]]
+    flops = _block_flops(config, coda, [seq_len] if documents is None else documents)
+    return sum(flops.values()) + 2 * config.width * config.vocab_size
 
 
 def _parameters(model: LoopedLM) -> dict[str, int]:
@@ -217,11 +227,18 @@ def _active(config: ModelConfig, parameters: dict[str, int]) -> dict[str, int]:
 
 
 def _flops(config: ModelConfig, model: LoopedLM, documents: Sequence[int]) -> dict[str, float]:
+    flops = _block_flops(config, Layout.of(config).layers, documents)
+    flops["head"] = 2 * config.width * config.vocab_size
+    flops["transition"] = sum(transition_flops(loop) for loop in model.loops if isinstance(loop, Loop))
+    return flops
+
+
+def _block_flops(config: ModelConfig, layers: Sequence[LayerSpec], documents: Sequence[int]) -> dict[str, float]:
     width, attention_width = config.width, config.heads * config.head_dim
     kv_width = config.kv_heads * config.head_dim
     swiglu = 2 * 3 * width
     flops: dict[str, float] = dict.fromkeys(FLOP_PARTS, 0)
-    for layer in Layout.of(config).layers:
+    for layer in layers:
         flops["attention"] += 2 * width * (2 * attention_width + 2 * kv_width)
         flops["attention scores"] += 2 * 2 * attention_width * mean_keys(documents, layer.attention.window)
         if layer.feedforward == "dense":
@@ -230,8 +247,6 @@ def _flops(config: ModelConfig, model: LoopedLM, documents: Sequence[int]) -> di
             flops["routed"] += swiglu * config.expert_hidden * config.top_k
             flops["shared"] += swiglu * config.shared_hidden
             flops["router"] += 2 * width * config.experts
-    flops["head"] = 2 * width * config.vocab_size
-    flops["transition"] = sum(transition_flops(loop) for loop in model.loops if isinstance(loop, Loop))
     return flops
 
 

@@ -36,14 +36,19 @@ class Hidden(NamedTuple):
     """(block, stats) of every visit of a MoE layer."""
     depth: tuple[Int[Tensor, "B T"], ...]
     """How many steps each token took in each loop."""
+    early: tuple[Float[Tensor, "B T d"], ...] = ()
+    """The coda's normed output for what the loop would have returned after the steps in `reads` of the depth."""
 
 
 class Output(NamedTuple):
     """What a training step needs of a forward."""
 
     loss: Float[Tensor, ""]
-    """The language-modeling loss plus the weighted auxiliary loss."""
+    """The supervised loss plus the weighted auxiliary loss."""
     cross_entropy: Float[Tensor, ""]
+    """Of what the model predicts."""
+    supervised: Float[Tensor, ""]
+    """The cross entropy, and the weighted one of earlier read-outs where there are some."""
     loads: dict[str, Int[Tensor, "visits experts"]]
     """Tokens per expert, by the name of the MoE layer, a row per visit: what the router biases are balanced with."""
 
@@ -91,10 +96,13 @@ class LoopedBody(nn.Module):
 
         So models that share a part start with the same weights in it, whatever transition or depth they differ in.
         """
+        std = self.config.init_std
+        if part is self.embedding and self.config.embedding_std is not None:
+            std = self.config.embedding_std
         for full_name, parameter in part.named_parameters(name):
             if parameter.dim() > 1 and not parameter.is_meta:
                 generator = torch.Generator(parameter.device).manual_seed(derive(seed, full_name))
-                nn.init.normal_(parameter, std=self.config.init_std, generator=generator)
+                nn.init.normal_(parameter, std=std, generator=generator)
 
     def embed(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T d"]:
         """The tokens' embeddings; a token that is not in the vocabulary or one too many is an error, not a crash."""
@@ -159,6 +167,7 @@ class LoopedBody(nn.Module):
         loops = iter(cast("list[Loop]", list(self.loops)))
         told: list[tuple[int, MoEStats]] = []
         depths: list[Tensor] = []
+        early: list[Tensor] = []
         for segment in layout.segments:
             seen: list[list[tuple[int, MoEStats]]] = [[] for _ in segment.steps]
             rows = [[next(visits) for _ in layers] for layers in segment.steps]
@@ -172,6 +181,8 @@ class LoopedBody(nn.Module):
             ]
             if loop is None:
                 h = steps[0](h)
+                # The experts of the coda are balanced by what the model is used for, its last read-out.
+                early = [self._run(each, visits=rows[0], told=None, observe=None, held=None) for each in early]
             else:
                 h, state = loop(h, steps, depth=walk, grad_steps=grad_loops, return_state=True)
                 if held is not None and attend is not None:
@@ -179,8 +190,9 @@ class LoopedBody(nn.Module):
                 # What a sequence computes while it waits, or after it has left, is not counted.
                 seen = [_of_the_live(some, live) for some, live in zip(seen, state.live, strict=False)]
                 depths.append(state.depth)
+                early = list(state.reads)
             told += [each for some in seen for each in some]
-        return Hidden(self.norm(h), told, tuple(depths))
+        return Hidden(self.norm(h), told, tuple(depths), tuple(map(self.norm, early)))
 
     def reader(self) -> Callable[[Tensor], Tensor] | None:
         """From what a loop returns to logits, for a model with a head."""
@@ -292,10 +304,12 @@ class LoopedLM(LoopedBody):
         documents: Int[Tensor, "B T"] | None = None,
         depth: Depth | None = None,
         grad_loops: int | None = None,
+        early_weight: float = 1.0,
     ) -> Output:
         """Mean cross entropy of the targets (-100 is ignored), and what balances the experts.
 
-        `documents` is that of `hidden`; the auxiliary loss is of whole rows, whatever documents are in them.
+        `documents` is that of `hidden`; the auxiliary loss is of whole rows, whatever documents are in them. Where the
+        depth has `reads`, the mean loss of these earlier read-outs is added, times `early_weight`.
         """
         h = self.embed(tokens)
         for name, value in {"targets": targets, **({} if documents is None else {"documents": documents})}.items():
@@ -303,14 +317,16 @@ class LoopedLM(LoopedBody):
                 given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(f"{name} must have the shape of tokens, {tuple(tokens.shape)}, got {given}")
         self.check_vocabulary(targets.masked_fill(targets == IGNORE, 0))
-        h, stats, _ = self.hidden(h, documents=documents, depth=depth, grad_loops=grad_loops)
-        cross_entropy = self.head(h, targets)
+        h, stats, _, early = self.hidden(h, documents=documents, depth=depth, grad_loops=grad_loops)
+        cross_entropy = supervised = self.head(h, targets)
+        if early:
+            supervised = cross_entropy + early_weight / len(early) * sum(self.head(each, targets) for each in early)
         auxiliary = auxiliary_loss(stats)
         loads: dict[str, list[Tensor]] = {}
         for block, s in stats:
             loads.setdefault(f"blocks.{block}.feedforward", []).append(s.load.sum(0))
-        loss = cross_entropy if auxiliary is None else cross_entropy + self.config.aux_coefficient * auxiliary
-        return Output(loss, cross_entropy, {name: torch.stack(rows) for name, rows in loads.items()})
+        loss = supervised if auxiliary is None else supervised + self.config.aux_coefficient * auxiliary
+        return Output(loss, cross_entropy, supervised, {name: torch.stack(rows) for name, rows in loads.items()})
 
 
 def _of_the_live(stats: list[tuple[int, MoEStats]], live: Tensor | bool) -> list[tuple[int, MoEStats]]:

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ..config import Config
+from ..config import Config, LoopSampling
 from ..data import Batch, Dataset
 from ..loop import Depth, Loop, trace
 from ..loop.depth import Fixed, PerSequence
@@ -78,11 +78,12 @@ def accumulate(run: TrainingState, batch: Batch, step: int) -> tuple[Tensor, dic
         rows = len(piece.tokens)
         depth = sample_loops(run.config, step, slice(first, first + rows))
         first += rows
-        out = _loss(run, piece, depth=depth, grad_loops=settings.loops.grad_loops)
+        loops = settings.loops
+        out = _loss(run, piece, depth=depth, grad_loops=loops.grad_loops, early_weight=loops.readout_weight)
         # Every target of the global batch counts the same, wherever it fell; FSDP then adds up over processes.
         share = (piece.targets != IGNORE).sum() / total_targets
-        auxiliary = (out.loss - out.cross_entropy) * (rows / settings.batch_size)
-        (share * out.cross_entropy + auxiliary).backward()
+        auxiliary = (out.loss - out.supervised) * (rows / settings.batch_size)
+        (share * out.supervised + auxiliary).backward()
         loss += share * out.cross_entropy.detach()
         for name, load in out.loads.items():
             loads[name] = loads[name] + load if name in loads else load
@@ -110,18 +111,34 @@ def sample_loops(config: Config, step: int, rows: slice) -> Depth | None:
     nor processes change what is drawn.
     """
     loops = config.train.loops
-    if loops.scheme == "fixed":
+    if loops.scheme == "fixed" and not loops.readouts:
         return None
     generator = torch.Generator().manual_seed(_mix(config.train.seed, step, 0))
+    if loops.scheme == "fixed":
+        steps = next(segment.loops for segment in config.model.segments if segment.loops is not None)
+        return Fixed(steps, _sample_reads(loops, steps, generator))
     if loops.scheme == "huginn":
         sigma = 0.5
         normal = torch.randn((), generator=generator).item()
         rate = math.exp(sigma * normal + math.log(loops.mean) - sigma**2 / 2)
-        return Fixed(int(torch.poisson(torch.tensor(rate), generator=generator)) + 1)
+        steps = int(torch.poisson(torch.tensor(rate), generator=generator)) + 1
+        return Fixed(steps, _sample_reads(loops, steps, generator))
     rates = torch.full((config.train.batch_size,), loops.mean)
     whole = torch.poisson(rates, generator=generator).clamp_min(1).long()
     # Every micro-batch and process runs as long as the longest of the global batch: FSDP and the loads need that.
     return PerSequence(whole[rows], total=int(whole.max()))
+
+
+def _sample_reads(loops: LoopSampling, steps: int, generator: torch.Generator) -> tuple[int, ...]:
+    """After which of the earlier loops the state is read out too, drawn without repetition."""
+    weights = torch.ones(steps - 1)
+    given = torch.tensor(loops.readout_prior[: steps - 1])
+    if len(given):
+        weights = torch.cat([given, torch.zeros(steps - 1 - len(given))])
+    number = min(loops.readouts, int((weights > 0).sum()))
+    if not number:
+        return ()
+    return tuple(sorted((torch.multinomial(weights, number, generator=generator) + 1).tolist()))
 
 
 def _balance(run: TrainingState, loads: dict[str, Tensor]) -> dict[str, Any]:

@@ -1,0 +1,309 @@
+"""Choosing a threshold at which tokens leave the loop, and what it costs and saves."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import torch
+from scipy import stats
+from torch import Tensor
+
+from ..base.console import Progress
+from ..data import Dataset, open_data
+from ..loading import load
+from ..loop import Loop, Signal
+from ..loop.depth import Depth, Exit, PerToken
+from ..loop.signals import SIGNALS, Random
+from ..model import IGNORE, LoopedLM
+from ..model.count import count
+from ..rundir import Evaluation, RunDir
+from ..training.exit_gate import read_every_loop, token_losses, train_gate
+from .kinds import depth_by_kind
+from .speed import decoding_speed
+
+LEVELS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
+"""Thresholds that are tried: these quantiles of a signal's values at full depth."""
+PRICES = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3)
+"""Of a loop, in nats, for the oracles."""
+GATE_STEPS = 100
+
+
+class Pair(NamedTuple):
+    """A batch of held-out windows."""
+
+    tokens: Tensor
+    targets: Tensor
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of one policy, run for real."""
+
+    loss: float
+    loops: float
+    """Mean over predicted tokens."""
+    by_window: np.ndarray
+    """The mean loss of each window."""
+    depths: list[Tensor]
+
+    def numbers(self) -> dict[str, float]:
+        return {"loss": self.loss, "loops": self.loops}
+
+
+@torch.no_grad()
+def run_exits(model: LoopedLM, pairs: Sequence[Pair], depths: Sequence[Depth]) -> Outcome:
+    """The losses and depths of some windows, each batch under its policy."""
+    losses, counts, loops, seen = [], [], [], []
+    for (tokens, targets), depth in zip(pairs, depths, strict=True):
+        hidden = model.hidden(model.embed(tokens), depth=depth, stats=False)
+        known = targets != IGNORE
+        losses.append(token_losses(model.head(hidden.h), targets).sum(1))
+        counts.append(known.sum(1))
+        loops.append((hidden.depth[0] * known).sum(1))
+        seen.append(hidden.depth[0])
+    total = torch.cat(counts).double()
+    by_window = torch.cat(losses).double() / total
+    mean = float(torch.cat(losses).double().sum() / total.sum())
+    return Outcome(mean, float(torch.cat(loops).double().sum() / total.sum()), by_window.cpu().numpy(), seen)
+
+
+@final
+class Listener(Signal):
+    """All signals at once, on a walk that nobody leaves: what they say at full depth."""
+
+    asks = "logits"
+
+    def __init__(self, signals: dict[str, Signal]):
+        super().__init__()
+        self.signals = torch.nn.ModuleDict(signals)
+        self.heard: dict[str, list[Tensor]] = {name: [] for name in signals}
+
+    def forward(self, seen: Any, memory: Any) -> tuple[Tensor, Any]:
+        memory = memory or dict.fromkeys(self.heard)
+        for name, signal in self.signals.items():
+            value, memory[name] = signal(seen, memory[name])
+            self.heard[name].append(value)
+        return torch.full(seen.record.Y.shape[:2], torch.inf, device=seen.record.Y.device), memory
+
+
+@torch.no_grad()
+def listen(model: LoopedLM, pairs: Sequence[Pair], signals: dict[str, Signal]) -> dict[str, list[Tensor]]:
+    """Every signal's values at full depth, (R - 1, B, T) for each batch."""
+    found: dict[str, list[Tensor]] = {name: [] for name in signals}
+    for tokens, _ in pairs:
+        listener = Listener(signals)
+        model.hidden(model.embed(tokens), depth=Exit(listener, 1.0), stats=False)
+        for name, values in listener.heard.items():
+            found[name].append(torch.stack(values))
+    return found
+
+
+def evaluate_exits(
+    path: str | Path,
+    *,
+    risk: float = 0.01,
+    confidence: float = 0.95,
+    windows: int = 64,
+    speed: bool = True,
+    out: str | Path | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Choose thresholds on half of some held-out windows, report on the other half; prefill has exits too.
+
+    For each signal thresholds are tried from the safest on, for real, until one is not shown, at `confidence`, to raise
+    the loss by at most the share `risk`; the last that was is chosen. One after another in a fixed order, these tests
+    need no correction for their number.
+    """
+    if not 0 < risk < 1 or not 0.5 <= confidence < 1:
+        raise ValueError(f"risk and confidence must be shares, confidence at least 0.5; got {risk} and {confidence}")
+    if windows < 8:
+        raise ValueError(f"windows must be at least 8, half of them to choose by, got {windows}")
+    model, tokenizer = load(path)
+    config = RunDir(path).config()
+    data = open_data(config.data, vocab_size=config.model.vocab_size, seq_len=config.train.seq_len, progress=not quiet)
+    size = min(16, windows // 4)
+    choose, report = _pairs(data, windows // 2, size, first=0), _pairs(data, windows // 2, size, first=1)
+    with Progress("exits", show=not quiet) as progress:
+        gate = train_gate(model, _training(data, size))
+        signals: dict[str, Signal] = {name: make() for name, make in SIGNALS.items()} | {"gate": gate}
+        heard = listen(model, choose, signals)
+        rows = {
+            name: _one_signal(model, signal, heard[name], choose, report, risk, confidence)
+            for name, signal in signals.items()
+        }
+        progress.advance(1)
+        record = {
+            "settings": {
+                "risk": risk,
+                "confidence": confidence,
+                "windows": windows,
+                "tokens": windows * config.train.seq_len,
+                "prefill": "with exits",
+                "layout": config.model.layout,
+                "preset": config.model.loop.preset,
+                "options": config.model.loop.options,
+                "source": config.data.source,
+                "seed": config.train.seed,
+            },
+            "signals": rows,
+            **_controls(model, report, rows["residual"]),
+        }
+        _compare(record)
+        best = Exit("residual", rows["residual"]["chosen"]["threshold"])
+        shown = run_exits(model, report, [best] * len(report))
+        record["kinds"] = depth_by_kind(report, shown.depths, tokenizer, config.data.source)
+        record["flops"] = _flops(config.model, rows["residual"]["chosen"]["loops"])
+        if speed:
+            record["speed"] = decoding_speed(model, best, report[0].tokens)
+    files = Evaluation(RunDir(path).eval if out is None else Path(out), "exits")
+    files.write(files.result, record)
+    return record | {"file": str(files.result)}
+
+
+def _pairs(data: Dataset, windows: int, size: int, *, first: int) -> list[Pair]:
+    """Every other batch of the held-out windows, from `first` on."""
+    steps = range(first, 2 * math.ceil(windows / size), 2)
+    batches = [data.batch("valid", seed=0, step=step, batch_size=size) for step in steps]
+    return [Pair(batch.tokens, batch.targets) for batch in batches]
+
+
+def _training(data: Dataset, size: int) -> list[tuple[Tensor, Tensor]]:
+    """What the gate learns from: batches of another order than the model's."""
+    batches = [data.batch("train", seed=10_007, step=step, batch_size=size) for step in range(GATE_STEPS)]
+    return [(batch.tokens, batch.targets) for batch in batches]
+
+
+def _one_signal(
+    model: LoopedLM,
+    signal: Signal,
+    heard: list[Tensor],
+    choose: Sequence[Pair],
+    report: Sequence[Pair],
+    risk: float,
+    confidence: float,
+) -> dict[str, Any]:
+    """A signal's curve on the windows to report on, and the threshold that the others chose."""
+    values = torch.cat([value.flatten() for value in heard])
+    values = values[values < torch.finfo(values.dtype).max]
+    thresholds = sorted({float(torch.quantile(values[:1_000_000], level)) for level in LEVELS})
+    full = run_exits(model, choose, [Exit(signal, 0.0)] * len(choose))
+    accepted, open_ = 0.0, True
+    curve = []
+    for threshold in thresholds:
+        depth = Exit(signal, threshold)
+        if open_:
+            tried = run_exits(model, choose, [depth] * len(choose))
+            open_ = upper_bound(tried.by_window - full.by_window, confidence) <= risk * full.loss
+            accepted = threshold if open_ else accepted
+        curve.append({"threshold": threshold, **run_exits(model, report, [depth] * len(report)).numbers()})
+    chosen = run_exits(model, report, [Exit(signal, accepted)] * len(report))
+    full = run_exits(model, report, [Exit(signal, 0.0)] * len(report))
+    shares = torch.bincount(torch.cat([d.flatten() for d in chosen.depths]), minlength=int(full.loops) + 1)[1:]
+    return {
+        "screened": _screened(model, choose, heard, thresholds),
+        "curve": curve,
+        "chosen": {
+            "threshold": accepted,
+            **chosen.numbers(),
+            "more loss": chosen.loss / full.loss - 1,
+            "more loss at most": upper_bound(chosen.by_window - full.by_window, confidence) / full.loss,
+        },
+        "histogram": (shares / shares.sum()).tolist(),
+    }
+
+
+def upper_bound(differences: np.ndarray, confidence: float) -> float:
+    """What the mean is below of, at this confidence, by Student's t over windows.
+
+    >>> round(upper_bound(np.array([0.0, 1.0, 0.0, 1.0]), 0.95), 3)
+    1.179
+    """
+    error = differences.std(ddof=1) / math.sqrt(len(differences))
+    return float(differences.mean() + stats.t.ppf(confidence, len(differences) - 1) * error)
+
+
+def _screened(
+    model: LoopedLM, pairs: Sequence[Pair], heard: list[Tensor], thresholds: Sequence[float]
+) -> list[dict[str, float]]:
+    """What each threshold would give if nobody's exit changed what others read: off the full-depth trace alone."""
+    rows = []
+    traces = [read_every_loop(model, *pair)[0] for pair in pairs]
+    for threshold in thresholds:
+        total = np.zeros(3)
+        for losses, values, (_, targets) in zip(traces, heard, pairs, strict=True):
+            stays = (~(values < threshold)).cumprod(0)
+            known = targets != IGNORE
+            left = losses.gather(0, stays.sum(0, keepdim=True))[0]
+            total += [float(left[known].sum()), float((stays.sum(0) + 1)[known].sum()), int(known.sum())]
+        rows.append({"threshold": threshold, "loss": total[0] / total[2], "loops": total[1] / total[2]})
+    return rows
+
+
+def _controls(model: LoopedLM, report: Sequence[Pair], residual: dict[str, Any]) -> dict[str, Any]:
+    """The static frontier, random exits with the shares of the chosen one, and oracles that know every loss."""
+    loop = model.loops[0]
+    assert isinstance(loop, Loop)
+    static = [
+        run_exits(model, report, [Exit("change", math.inf, minimum=steps)] * len(report)).numbers()
+        for steps in range(1, loop.steps + 1)
+    ]
+    torch.manual_seed(0)
+    random = run_exits(model, report, [Exit(Random(residual["histogram"]), 1.0)] * len(report)).numbers()
+    traces = [read_every_loop(model, *pair)[0] for pair in report]
+    oracle = [run_exits(model, report, _oracle(report, traces, price)).numbers() for price in PRICES]
+    return {"static": static, "random": random, "oracle": oracle}
+
+
+def _oracle(pairs: Sequence[Pair], traces: Sequence[Tensor], price: float) -> list[PerToken]:
+    """The depth at which each token's loss and a price for its loops are smallest; tokens without target go through."""
+    policies = []
+    for (_, targets), losses in zip(pairs, traces, strict=True):
+        priced = losses + price * torch.arange(len(losses)).reshape(-1, 1, 1)
+        depth = priced.argmin(0) + 1
+        policies.append(PerToken(torch.where(targets != IGNORE, depth, len(losses))))
+    return policies
+
+
+def _compare(record: dict[str, Any]) -> None:
+    """Each signal's share of the oracle's gap to the static frontier, at equal mean loops, averaged where all reach."""
+    deepest = record["static"][-1]["loops"]
+    static, oracle = frontier(record["static"]), frontier([*record["oracle"], record["static"][-1]])
+    low = max(static[0][0], oracle[0][0])
+    places = np.linspace(1.25, deepest - 0.25, 13)
+    gap = np.interp(places, *static) - np.interp(places, *oracle)
+    usable = (places >= low) & (gap > 1e-3)
+    for row in record["signals"].values():
+        ends = [record["static"][0], record["static"][-1]]
+        curve = frontier([*row["curve"], *ends])
+        closed = (np.interp(places, *static) - np.interp(places, *curve))[usable] / gap[usable]
+        row["gap closed"] = float(closed.mean()) if usable.any() else None
+
+
+def frontier(points: Sequence[dict[str, float]]) -> tuple[np.ndarray, np.ndarray]:
+    """Mean loops and losses, by mean loops.
+
+    >>> frontier([{"loops": 2.0, "loss": 1.0}, {"loops": 1.0, "loss": 3.0}])
+    (array([1., 2.]), array([3., 1.]))
+    """
+    ordered = sorted(points, key=lambda point: point["loops"])
+    return np.array([p["loops"] for p in ordered]), np.array([p["loss"] for p in ordered])
+
+
+def _flops(config: Any, loops: float) -> dict[str, float]:
+    """A token's at full depth and at a mean depth, without the head's, and the speed-up there could be."""
+    steps = next(segment.loops for segment in config.segments if segment.loops)
+    full, one = (count(each).flop_conventions()["without head"] for each in (config, _one_loop(config)))
+    per_loop = (full - one) / (steps - 1) if steps > 1 else 0.0
+    spent = full - (steps - loops) * per_loop
+    return {"full": full, "spent": spent, "speed-up": full / spent}
+
+
+def _one_loop(config: Any) -> Any:
+    # A transition that is shared over loops has the same parts at any number of them.
+    return config.with_loops(1)
