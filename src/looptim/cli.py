@@ -188,7 +188,13 @@ def count(
 ) -> None:
     """Count parameters, FLOPs and cache bytes by component, and as ratios to another recipe, without allocating."""
     import looptim
-    from looptim.model.count import COMPONENT_HEAD, CONVENTION_HEAD, component_cells, convention_cells
+    from looptim.model.count import (
+        COMPONENT_HEAD,
+        CONVENTION_HEAD,
+        component_cells,
+        convention_cells,
+        training_flops,
+    )
 
     config = looptim.load_config(recipe, set=set or ())
     ours = looptim.count(config, seq_len=seq_len)
@@ -202,6 +208,8 @@ def count(
     header = [*CONVENTION_HEAD, *([f"ratio to {against}"] if other else [])]
     print_table(header, convention_cells(ours, other))
     print(f"training FLOPs per token: {3 * sum(ours.flops.values()):,.0f} (three forward passes)")
+    if config.train.loops.readouts:
+        print(f"with {config.train.loops.readouts} earlier read-outs: {training_flops(config):,.0f}")
     print(f"KV cache: {ours.kv_bytes_per_token:,} bytes per token while no window is full (bf16, a slot per layer)")
     if config.data.mask_attention:
         print("attention scores are those of one document a sequence; data.mask_attention leaves fewer in training")
@@ -450,10 +458,20 @@ def report(
     out: Annotated[
         str | None, typer.Option(metavar="DIR", help="Where the report goes; for one run, RUN/report by default.")
     ] = None,
+    exits: Annotated[
+        bool, typer.Option("--exits", help="Report on what `evaluate --exits` found, over runs and seeds.")
+    ] = False,
 ) -> None:
     """Draw what runs did; print and write the paper's tables (Markdown, LaTeX, CSV) of those that were evaluated."""
     import looptim
 
+    if exits:
+        from looptim.reporting.exits import read_exits, report_exits
+
+        if out is None:
+            raise ValueError("a report on exits needs a folder; give --out")
+        print(report_exits(read_exits(runs), out))
+        return
     page = looptim.report(runs, out)
     tables = page.with_name("tables.md")
     if tables.is_file():

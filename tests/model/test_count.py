@@ -84,3 +84,14 @@ def test_flops_inside_documents_are_fewer_by_the_scores_that_are_not_computed():
 def test_ratios_to_itself_are_one():
     counted = lo.count(ModelConfig.tiny(layout="2-2x3-1", **SMALL))
     assert {ratio for group in counted.ratios(counted).values() for ratio in group.values()} == {1.0}
+
+
+def test_earlier_read_outs_cost_a_coda_and_a_head_each():
+    from looptim.model.count import training_flops
+
+    plain, one, two = (config(loops={"readouts": number}, model={"layout": "1-1x3-1"}) for number in (0, 1, 2))
+    base, more, most = map(training_flops, (plain, one, two))
+    without = count(plain.model.model_copy(update={"layout": "1-1x3-0"}), seq_len=32).flop_conventions()["without head"]
+    whole = count(plain.model, seq_len=32).flop_conventions()["without head"]
+    head = 2 * plain.model.width * plain.model.vocab_size
+    assert more - base == pytest.approx(3 * (whole - without + head)) and most - more == pytest.approx(more - base)

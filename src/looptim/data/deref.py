@@ -29,10 +29,10 @@ class DerefDataset(Dataset):
     """Statements `name reference`, two tokens each; a reference is a value or the name of an earlier statement.
 
     `chains` chains of `hops` statements each are merged in a random order that keeps each chain's own. The first
-    statement of a chain refers to a value, one per chain, every later one to the chain's statement before, by random
-    unique names. The target at every reference is its chain's value, so a token needs d = 0 to `hops` - 1 hops, all
-    equally frequent: `hops_of` says how many. R loops can follow R hops one after another, or 2^R - 1 by pointer
-    doubling.
+    statement of a chain refers to a value, one per chain, every later one to the chain's statement before, by name;
+    there are as many names as statements, given at random. The target at every reference is its chain's value, so a
+    token needs d = 0 to `hops` - 1 hops, all equally frequent: `hops_of` says how many. R loops can follow R hops one
+    after another, or 2^R - 1 by pointer doubling.
 
     What shortcuts score with 6 chains of 10, by hops 1, 2, 3, 4, 5 and 6 to 9: a guess among the values seen so far
     .24 .19 .18 .17 .17 .17, the latest value .39 .23 .19 .17 .17 .17; whoever solves J hops at most .30 at J + 1.
@@ -88,7 +88,7 @@ class DerefDataset(Dataset):
             canonical = " ".join(order.setdefault(chain, str(len(order))) for chain in turns)
             if split_of(f"{self.hops}:{canonical}") == split:
                 break
-        names, values = rng.sample(NAMES, len(turns)), rng.sample(VALUES, self.chains)
+        names, values = rng.sample(NAMES[: len(turns)], len(turns)), rng.sample(VALUES, self.chains)
         latest = list(values)
         text = []
         for name, chain in zip(names, turns, strict=True):

@@ -191,7 +191,9 @@ def _one_signal(
     """A signal's curve on the windows to report on, and the threshold that the others chose."""
     values = torch.cat([value.flatten() for value in heard])
     values = values[values < torch.finfo(values.dtype).max]
-    thresholds = sorted({float(torch.quantile(values[:1_000_000], level)) for level in LEVELS})
+    # A signal that compares three steps says nothing in a loop of three.
+    levels = LEVELS if len(values) else ()
+    thresholds = sorted({float(torch.quantile(values[:1_000_000], level)) for level in levels}) or [0.0]
     full = run_exits(model, choose, [Exit(signal, 0.0)] * len(choose))
     accepted, open_ = 0.0, True
     curve = []

@@ -138,6 +138,8 @@ class LoopedDecoder:
         """
         loops = None
         if depth is not None:
+            if depth.leaves:
+                raise ValueError(f"tokens cannot leave the loop of a foreign decoder one by one; {depth} is refused")
             batch = len(depth.counts) if isinstance(depth, PerSequence) else 1
             loops = max(depth.count_steps(cast(Loop, loop), batch) for loop in self.loops)
         config = cast(LoopedDecoderConfig, cast(PreTrainedModel, self).config)

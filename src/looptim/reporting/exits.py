@@ -1,0 +1,164 @@
+"""What exits cost and save, as tables, figures and a page: of one run, or of several over seeds."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from ..evaluation.exits import frontier
+from ..rundir import Evaluation, RunDir
+from .page import document, embedded, write_report
+from .plots import Picture, render
+from .style import LINESTYLES
+from .tables import Cell, Table, html_text, markdown
+
+Record = Mapping[str, Any]
+
+
+def read_exits(runs: Iterable[str | Path]) -> list[dict[str, Any]]:
+    """What `looptim evaluate RUN --exits` wrote for each run."""
+    found = []
+    for run in runs:
+        record = Evaluation(RunDir(run).eval, "exits").read()
+        if record is None:
+            raise ValueError(f"{run} has no eval/exits.json; run `looptim evaluate {run} --exits` first")
+        found.append(record)
+    return found
+
+
+def report_exits(records: Sequence[Record], out: str | Path) -> Path:
+    """Write exits.md, exits.html and the figures; returns the page."""
+    groups: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        groups[name_of(record)].append(record)
+    tables = [gap_table(groups), *(chosen_table(name, group) for name, group in groups.items())]
+    tables += [kind_table(groups)]
+    if any("speed" in record for record in records):
+        tables.append(speed_table(groups))
+    pictures, files = render(lambda: [draw(name, group[0]) for name, group in groups.items()])
+    page = document("Exits", ["<h1>Exits</h1>", html_text(tables), embedded(pictures, files)])
+    out = Path(out)
+    files |= {"exits.md": markdown(tables).encode(), "exits.html": page.encode()}
+    write_report(out, files, figures=[picture.name for picture in pictures])
+    return out / "exits.html"
+
+
+def name_of(record: Record) -> str:
+    """The transition and the data that a run is known by, whatever its seed."""
+    settings = record["settings"]
+    options = ", ".join(f"{key} {value}" for key, value in settings["options"].items())
+    return f"{settings['preset']}{f' ({options})' if options else ''}, {settings['source']}, {settings['layout']}"
+
+
+def _mean(values: Iterable[float | None], form: str = "{:.3f}") -> Cell:
+    """The mean over seeds and, where there are several, its standard error."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return Cell(None)
+    error = statistics.stdev(known) / len(known) ** 0.5 if len(known) > 1 else None
+    return Cell(statistics.fmean(known), error, form=form)
+
+
+def gap_table(groups: Mapping[str, Sequence[Record]]) -> Table:
+    """How much of the oracle's gap each signal closes."""
+    signals = list(next(iter(groups.values()))[0]["signals"])
+    rows: list[list[str | Cell]] = []
+    for name, group in groups.items():
+        cells = [_mean((record["signals"][signal]["gap closed"] for record in group), "{:.2f}") for signal in signals]
+        gain = _mean(record["static"][0]["loss"] - record["static"][-1]["loss"] for record in group)
+        rows.append([name, Cell(len(group), form="{:.0f}"), gain, *cells])
+    notes = [
+        "1 is the oracle, 0 the static frontier; negative is worse than running every token equally deep.",
+        "Averaged over mean depths at which oracle and static frontier differ by more than 0.001 nats.",
+        "± is a standard error over seeds. The oracle knows each token's loss after every loop at full depth.",
+    ]
+    header = ["model", "seeds", "gain of all loops, nats", *signals]
+    return Table("gap", "Share of the oracle's gap that is closed at equal mean loops", header, rows, notes)
+
+
+def chosen_table(name: str, group: Sequence[Record]) -> Table:
+    """The threshold of each signal that the risk bound allows, on windows that did not choose it."""
+    settings = group[0]["settings"]
+    rows: list[list[str | Cell]] = []
+    for signal in group[0]["signals"]:
+        chosen = [record["signals"][signal]["chosen"] for record in group]
+        rows.append(
+            [
+                signal,
+                _mean((row["threshold"] for row in chosen), "{:.3g}"),
+                _mean((row["loops"] for row in chosen), "{:.2f}"),
+                _mean((row["loss"] for row in chosen), "{:.4f}"),
+                _mean((100 * row["more loss"] for row in chosen), "{:+.2f}"),
+            ]
+        )
+    rows.append(_control("random, the shares of residual", [record["random"] for record in group]))
+    rows += [_control(f"all {i + 1} loops", [r["static"][i] for r in group]) for i in range(len(group[0]["static"]))]
+    risk, sure = settings["risk"], settings["confidence"]
+    notes = [
+        f"Chosen so that the loss rises by at most {risk:.0%}, at a confidence of {sure:.0%}; reported elsewhere.",
+        f"Prefill: {settings['prefill']}. {settings['windows']} windows a run, half to choose by.",
+    ]
+    return Table(
+        "chosen", f"Chosen: {name}", ["signal", "threshold", "mean loops", "loss", "more loss, %"], rows, notes
+    )
+
+
+def _control(name: str, rows: Sequence[Mapping[str, float]]) -> list[str | Cell]:
+    means = [_mean((row[key] for row in rows), form) for key, form in (("loops", "{:.2f}"), ("loss", "{:.4f}"))]
+    return [name, Cell(None), *means, Cell(None)]
+
+
+def kind_table(groups: Mapping[str, Sequence[Record]]) -> Table:
+    """How deep tokens of each kind go under the chosen residual."""
+    rows: list[list[str | Cell]] = []
+    for name, group in groups.items():
+        for kind in group[0]["kinds"]:
+            loops = _mean((r["kinds"][kind]["loops"] for r in group if kind in r["kinds"]), "{:.2f}")
+            rows.append([name, kind, loops])
+    return Table(
+        "kinds", "Depth by kind of token, chosen residual", ["model", "kind", "mean loops"], rows, [], labels=2
+    )
+
+
+def speed_table(groups: Mapping[str, Sequence[Record]]) -> Table:
+    """Measured decoding beside what the FLOPs allow."""
+    rows: list[list[str | Cell]] = []
+    for name, group in groups.items():
+        timed = [record for record in group if "speed" in record]
+        for batch in timed[0]["speed"] if timed else ():
+            rows.append(
+                [
+                    name,
+                    batch,
+                    *(
+                        _mean((record["speed"][batch][key] for record in timed), form)
+                        for key, form in (("full tokens/s", "{:.0f}"), ("exits tokens/s", "{:.0f}"))
+                    ),
+                    _mean((record["speed"][batch]["speed-up"] for record in timed), "{:.2f}"),
+                    _mean((record["flops"]["speed-up"] for record in timed), "{:.2f}"),
+                ]
+            )
+    header = ["model", "batch", "full depth, tokens/s", "exits, tokens/s", "speed-up", "theoretical, held-out text"]
+    notes = ["Theoretical: FLOPs of a token at full depth over those at the mean depth of held-out text, without head."]
+    return Table("speed", "Decoding, chosen residual", header, rows, notes, labels=2)
+
+
+def draw(name: str, record: Record) -> Picture:
+    """Quality against mean loops: every signal, the static frontier, random exits and the oracle."""
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    for place, (signal, row) in enumerate(record["signals"].items()):
+        style = LINESTYLES[place % len(LINESTYLES)]
+        axes.plot(*frontier(row["curve"]), linestyle=style, label=signal, linewidth=1.2)
+    axes.plot(*frontier(record["static"]), "o-", color="black", label="every token equally deep")
+    axes.plot(*frontier(record["oracle"]), "^:", color="gray", label="oracle")
+    axes.plot([record["random"]["loops"]], [record["random"]["loss"]], "x", color="black", label="random")
+    axes.set(xlabel="mean loops of a predicted token", ylabel="held-out loss", title=name)
+    axes.legend(fontsize=7)
+    key = "".join(letter if letter.isalnum() else "_" for letter in name)
+    return Picture(f"exits_{key}", f"{name}: every point was run for real.", figure)
