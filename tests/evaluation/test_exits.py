@@ -12,7 +12,7 @@ from looptim.evaluation.exits import Pair, _oracle, evaluate_exits, run_exits, u
 from looptim.loop.depth import Exit, Fixed, PerToken
 from looptim.model import IGNORE
 from looptim.reporting.exits import read_exits, report_exits
-from looptim.training.gate import read_every_loop, train_gate
+from looptim.training.exit_gate import read_every_loop, train_gate
 
 
 def small_model(preset="operloop"):
@@ -94,7 +94,7 @@ def test_a_run_is_evaluated_and_reported(tmp_path):
     page = report_exits(read_exits([run]), tmp_path / "report")
     assert "<img" in page.read_text() and "| residual |" in (tmp_path / "report" / "exits.md").read_text()
     assert json.loads((run / "eval" / "exits.json").read_text())["settings"]["prefill"] == "with exits"
-    with pytest.raises(ValueError, match="has no eval/exits.json; run `looptim evaluate"):
+    with pytest.raises(ValueError, match=r"has no eval/exits\.json; run `looptim evaluate"):
         read_exits([tmp_path])
     with pytest.raises(ValueError, match="windows must be at least 8"):
         evaluate_exits(run, windows=4)

@@ -87,11 +87,14 @@ def test_ratios_to_itself_are_one():
 
 
 def test_earlier_read_outs_cost_a_coda_and_a_head_each():
-    from looptim.model.count import training_flops
-
-    plain, one, two = (config(loops={"readouts": number}, model={"layout": "1-1x3-1"}) for number in (0, 1, 2))
-    base, more, most = map(training_flops, (plain, one, two))
-    without = count(plain.model.model_copy(update={"layout": "1-1x3-0"}), seq_len=32).flop_conventions()["without head"]
-    whole = count(plain.model, seq_len=32).flop_conventions()["without head"]
-    head = 2 * plain.model.width * plain.model.vocab_size
-    assert more - base == pytest.approx(3 * (whole - without + head)) and most - more == pytest.approx(more - base)
+    model = ModelConfig.tiny(layout="1-1x3-1", loop={"preset": "vanilla"})
+    costs = [
+        training_flops(Config(model=model, optim={"warmup": 0}, train={"seq_len": 32, "loops": {"readouts": number}}))
+        for number in (0, 1, 2)
+    ]
+    whole, bare = (
+        lo.count(model.model_copy(update={"layout": layout}), seq_len=32).flop_conventions()["without head"]
+        for layout in ("1-1x3-1", "1-1x3-0")
+    )
+    one = 3 * (whole - bare + 2 * model.width * model.vocab_size)
+    assert costs[1] - costs[0] == pytest.approx(one) and costs[2] - costs[1] == pytest.approx(one)

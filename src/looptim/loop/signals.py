@@ -138,7 +138,7 @@ class Margin(Signal):
 class Gate(Signal):
     """The probability `prod_{s <= l} (1 - lam_s)` of being still inside, `lam = sigmoid(w . norm(h) + b)` (Ouro).
 
-    `w` and `b` are learned, after the model, by `looptim.training.gate`.
+    `w` and `b` are learned, after the model, by `looptim.training.exit_gate`.
     """
 
     asks = "hidden"
