@@ -411,13 +411,7 @@ def evaluate(
     if exits:
         if suite or tasks or depth or loops:
             raise ValueError("--exits chooses depths on the run's own held-out text; leave the other options out")
-        from looptim.evaluation.exits import evaluate_exits
-        from looptim.reporting.exits import report_exits
-
-        record = evaluate_exits(run, out=out)
-        page = report_exits([record], Path(record["file"]).parent)
-        print(json_module.dumps(record, indent=2) if json else page.with_name("exits.md").read_text(encoding="utf-8"))
-        print(page)
+        _evaluate_exits(run, out, json)
         return
     if unisolated and not allow_code:
         raise ValueError("--unisolated is about executing code; give --allow-code too")
@@ -436,6 +430,25 @@ def evaluate(
     if json:
         print(json_module.dumps(answer, indent=2, ensure_ascii=False))
         return
+    _print_scores(answer)
+    # A report is made of a run directory and finds results in its eval/ only.
+    tables = out is None and RunDir(run).metrics.path.is_file()
+    print(f"{answer['folder']}: written" + (f"; `looptim report {run}` makes the paper's tables" if tables else ""))
+
+
+def _evaluate_exits(run: str, out: str | None, json: bool) -> None:
+    """Choose exits, write the report beside the results, and print it."""
+    from looptim.evaluation.exits import evaluate_exits
+    from looptim.reporting.exits import report_exits
+
+    record = evaluate_exits(run, out=out)
+    page = report_exits([record], Path(record["file"]).parent)
+    print(json_module.dumps(record, indent=2) if json else page.with_name("exits.md").read_text(encoding="utf-8"))
+    print(page)
+
+
+def _print_scores(answer: dict) -> None:
+    """The scores of an evaluation as a table, and their averages."""
     rows = [
         [task, metric, f"{value:.4f}", "" if error is None else f"{error:.4f}"]
         for task, result in answer["results"].items()
@@ -447,9 +460,6 @@ def evaluate(
     means = {name: value for name, value in answer["averages"].items() if value is not None}
     if means:
         print(", ".join(f"{name} {value:.2f}" for name, value in means.items()))
-    # A report is made of a run directory and finds results in its eval/ only.
-    tables = out is None and RunDir(run).metrics.path.is_file()
-    print(f"{answer['folder']}: written" + (f"; `looptim report {run}` makes the paper's tables" if tables else ""))
 
 
 @app.command()
