@@ -270,12 +270,10 @@ def _is_result(record: Mapping[str, Any]) -> bool:
 class Evaluation:
     """The files of one evaluated task: in the folder `eval` of a run, or elsewhere."""
 
-    def __init__(
-        self, folder: Path, task: str, *, limit: int | None = None, loops: int | None = None, depth: object = None
-    ):
-        # A part of a task, another number of loops or exits do not replace the whole result.
-        at, part = "" if loops is None else f".loops{loops}", "" if limit is None else f".limit{limit}"
-        at += "" if depth is None else "." + re.sub(r"[^\w.]+", "_", str(depth))
+    def __init__(self, folder: Path, task: str, *, limit: int | None = None, loops: int | str | None = None):
+        # A part of a task, or another depth (a number of loops, or the words of exits), does not replace the result.
+        at = "" if loops is None else ".loops" + re.sub(r"[^\w.]+", "_", str(loops))
+        part = "" if limit is None else f".limit{limit}"
         name = f"{task}{at}{part}"
         self.folder = folder
         self.result = folder / f"{name}.json"

@@ -87,7 +87,7 @@ def evaluate(
         for index, name in enumerate(names, 1):
             progress = Progress(f"{name} ({index}/{len(names)})", batch=batch_size, show=not quiet)
             settings = _settings(name, subject, limit, loaded)
-            files = Evaluation(out, name, limit=limit, loops=loops, depth=depth)
+            files = Evaluation(out, name, limit=limit, loops=loops if depth is None else str(depth))
             found = files.read()
             if found is not None and found.get("settings") == settings:
                 progress.say(f"{progress.title}: done before, in {files.result}")
