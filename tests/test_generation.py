@@ -129,7 +129,8 @@ def test_an_export_with_other_loops_runs_them(tmp_path):
         torch.manual_seed(0)
         expected = model.eval()(batch)
         torch.manual_seed(0)
-        assert torch.equal(opened(batch), expected)
+        # A product of matrix and vector rounds by where the matrix lies in memory, and a file's lies elsewhere.
+        torch.testing.assert_close(opened(batch), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

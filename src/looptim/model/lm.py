@@ -78,7 +78,7 @@ class LoopedBody(nn.Module):
         )
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList()
-        self.layout = layout = Layout.of(config)
+        layout = Layout.of(config)
         for index, (layer, visits) in enumerate(zip(layout.blocks, layout.visits, strict=True)):
             block = build_block(config, layer, visits)
             self._init_weights(f"blocks.{index}", block, seed)
@@ -161,8 +161,7 @@ class LoopedBody(nn.Module):
         """
         if documents is not None:
             self.check_documents()
-        config = self._with_depth(depth, len(h))
-        layout = self.layout if config is self.config else Layout.of(config)
+        layout = Layout.of(self._with_depth(depth, len(h)))
         visits = iter(self._visits(layout, h, positions, attend, documents))
         loops = iter(cast("list[Loop]", list(self.loops)))
         told: list[tuple[int, MoEStats]] = []
