@@ -67,7 +67,7 @@ def test_the_wheel_with_all_works_in_an_empty_folder(wheel, tmp_path):
         ["look", "runs/smoke", "1+2=", "--out", "look.html"],
         ["report", "runs/smoke"],
         ["generate", "runs/smoke", "1+2=", "--max-new-tokens", "4"],
-        ["study", "main", "--scale", "smoke", "--out", "x", "--set", "train.steps=4"],
+        ["study", "main", "--scale", "smoke", "--out", "x"],
     ):
         done = run(*verb, cwd=empty, env=environment, timeout=600)
         assert done.returncode == 0, done.stderr
