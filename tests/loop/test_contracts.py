@@ -1,6 +1,7 @@
 """The list of contracts every preset must keep, the ones users register included."""
 
 import io
+import itertools
 import math
 
 import pytest
@@ -105,6 +106,37 @@ def test_every_parameter_gets_a_gradient_after_the_first_update(case):
     for (name, _), g in zip(loop.named_parameters(), gradients, strict=True):
         assert g.isfinite().all(), name
         assert g.abs().max() > 0, name
+
+
+class ZeroBlocks(torch.nn.Module):
+    """Blocks whose last matrix starts at zero, with a residual path or without one."""
+
+    def __init__(self, residual):
+        super().__init__()
+        self.W, self.residual = torch.nn.Parameter(torch.zeros(WIDTH, WIDTH)), residual
+
+    def forward(self, o):
+        return self.residual * o + torch.tanh(o) @ self.W.to(o.dtype)
+
+
+BOUND = 1e4
+"""Of a gradient where a norm vanishes; it was 1e13, and fp16 ends at 6.5e4."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", lo.PRESETS)
+def test_gradients_are_bounded_where_a_norm_vanishes(case, dtype):
+    """A zero state, a tiny one, and a zero error or target, at the initial parameters and at changed ones."""
+    weight = torch.randn(2, 6, WIDTH)
+    for scale, residual, changed in itertools.product((0.0, 1e-6, 1.0), (0.0, 1.0), (False, True)):
+        loop = (scramble(make(case)) if changed else make(case)).to(dtype)
+        blocks = ZeroBlocks(residual).to(dtype)
+        e = (scale * torch.randn(2, 6, WIDTH)).to(dtype).requires_grad_()
+        out = loop(e, blocks)
+        wanted = [e, *loop.parameters(), *blocks.parameters()]
+        gradients = torch.autograd.grad((out.float() * weight).sum(), wanted, allow_unused=True)
+        assert out.isfinite().all()
+        assert max(g.abs().max() for g in gradients if g is not None) < BOUND
 
 
 @every

@@ -93,6 +93,52 @@ def test_a_wrong_derivative_is_found_by_check_gradient():
         lo.check_gradient(user_loop(objective=WrongObjective()))
 
 
+class Wrongly(lo.Projection):
+    """Returns what it is told to."""
+
+    def __init__(self, give):
+        super().__init__()
+        self.give = give
+
+    def forward(self, ctx):
+        return self.give(ctx)
+
+
+@pytest.mark.parametrize(
+    ("give", "sentence"),
+    [
+        (lambda ctx: ctx.e, "the projection Wrongly gave a Tensor; its forward must return the map"),
+        (lambda ctx: lo.maps.Identity(), "gave a Identity; its forward must return the map `H` and the bias `b`"),
+        (lambda ctx: (ctx.e, None), "gave a tuple of Tensor, NoneType"),
+        (lambda ctx: None, "gave a NoneType"),
+        (lambda ctx: (lo.maps.Identity(), ctx.Y), "the bias of the projection Wrongly gave a tensor of shape"),
+    ],
+)
+def test_what_a_projection_gives_is_checked_with_a_sentence(give, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        user_loop(Wrongly(give))(torch.randn(2, 5, WIDTH), torch.tanh)
+
+
+class Uphill(lo.Objective):
+    def value(self, o, t):
+        return 0.5 * (o - t).square().sum(-1)
+
+    def grad(self, o, t):
+        return t - o
+
+
+def test_a_wrong_sign_is_found_by_diagnose():
+    verdict = lo.diagnose(user_loop(objective=Uphill()))
+    assert not verdict.aligned
+    assert "`grad` of Uphill is not the derivative of its `value`, it has the wrong sign" in str(verdict)
+
+
+def test_a_preset_that_returns_nothing_is_told_so(monkeypatch):
+    monkeypatch.setitem(lo.PRESETS, "nothing", lambda width, steps: None)
+    with pytest.raises(ValueError, match="what the preset nothing returns must be a looptim Loop, got NoneType"):
+        lo.build("nothing", width=8, steps=2)
+
+
 def test_an_identity_at_initialization_does_not_hide_a_mismatch():
     loop = user_loop(write=lo.presets.IdentityWrite())
     verdict = lo.diagnose(loop)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
@@ -31,6 +32,25 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
+
+
+FLOOR = 1e-3
+"""The root mean square below which a vector is too small to be stretched to a given length."""
+
+
+def floored_norm(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
+    """`max(|x|, sqrt(n) FLOOR)` over the `n` entries of `dim`, kept: what a vector is safely divided by.
+
+    The one safe normalization: `x / floored_norm(x)` has unit length where `x` is not tiny and is proportional to `x`
+    where it is; its derivative is nowhere larger than `1 / (sqrt(n) FLOOR)`.
+
+    >>> x = torch.zeros(4, requires_grad=True)
+    >>> (x / floored_norm(x)).sum().backward()
+    >>> x.grad.round().tolist(), floored_norm(torch.tensor([3.0, 4.0])).item()
+    ([500.0, 500.0, 500.0, 500.0], 5.0)
+    """
+    norm = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
+    return norm.clamp_min(FLOOR * math.sqrt(x.numel() // max(1, norm.numel())))
 
 
 def rms_norm(x: Float[Tensor, "... width"], gain: Float[Tensor, " width"], eps: float) -> Float[Tensor, "... width"]:

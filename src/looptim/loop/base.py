@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..base.numerics import full_precision, wide
+from ..base.numerics import FLOOR, full_precision, wide
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -65,11 +65,14 @@ def check_same_shape(got: Tensor, wanted: Tensor, what: str, like: str) -> None:
 def rms_features(Y: Float[Tensor, "B T r d"]) -> Float[Tensor, "B T rd"]:
     """`Z = RMSNorm(flatten(Y))`, without a gain (the controllers' weights absorb one), eps 1e-20 as released.
 
+    A state whose root mean square is below `FLOOR` is divided by that instead, where the derivative would be 1e10.
+
     >>> rms_features(torch.tensor([[[[3.0], [-4.0]]]])).pow(2).mean().item()
     1.0
     """
     Z = wide(Y.flatten(-2))
-    return F.rms_norm(Z, Z.shape[-1:], eps=1e-20)
+    share = torch.linalg.vector_norm(Z, dim=-1, keepdim=True) / (FLOOR * math.sqrt(Z.shape[-1]))
+    return F.rms_norm(Z, Z.shape[-1:], eps=1e-20) * share.clamp_max(1)
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:

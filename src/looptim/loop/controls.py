@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..base.numerics import full_precision, wide
+from ..base.numerics import floored_norm, full_precision, wide
 from .base import ByGate, Context, Gate, Part
 from .maps import vector
 
@@ -210,5 +210,4 @@ class InverseNormDecay(Decay):
     symbol = "1/‖y‖"
 
     def forward(self, ctx: Context) -> Float[Tensor, "B T 1 1"]:
-        norm = torch.linalg.vector_norm(wide(ctx.Y), dim=(-2, -1), keepdim=True)
-        return 1 / norm.clamp_min(1e-12)
+        return 1 / floored_norm(wide(ctx.Y), dim=(-2, -1))

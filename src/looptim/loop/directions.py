@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
-from ..base.numerics import full_precision, polar, wide
+from ..base.numerics import floored_norm, full_precision, polar, wide
 from .base import Part
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Polar(Direction):
     def forward(self, G: Tensor, memory: None) -> tuple[Tensor, None]:
         with full_precision(G):
             P = polar(G)
-            return P * (frobenius_norm(G) / frobenius_norm(P).clamp_min(1e-12)), None
+            return P * (frobenius_norm(G) / floored_norm(P, dim=(-2, -1))), None
 
 
 @final

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..base.numerics import few_without_grad, full_precision, wide
+from ..base.numerics import FLOOR, few_without_grad, full_precision, wide
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -55,7 +55,7 @@ def read_formula(Y: Tensor, W: Tensor, a: Tensor, b: Tensor, gain: float) -> tup
     """The definition of `read`."""
     with full_precision(Y):
         flat = wide(Y.flatten(-2))
-        s = torch.rsqrt(flat.square().mean(-1, keepdim=True) + EPS)
+        s = torch.rsqrt(flat.square().mean(-1, keepdim=True) + EPS).clamp_max(1 / FLOOR)
         v = torch.sigmoid(a * (s * (flat @ W.T)) + b)
         h = gain * v[..., : Y.shape[-2]]
         return (h.unsqueeze(-1) * Y).sum(-2).to(Y.dtype), v, Y
@@ -79,7 +79,7 @@ class Read(torch.autograd.Function):
             for part in chunks(flat):
                 y = flat[part].to(W.dtype)
                 norm = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
-                s[part] = norm.square_().div_(r * d).add_(EPS).rsqrt_()
+                s[part] = norm.square_().div_(r * d).add_(EPS).rsqrt_().clamp_max_(1 / FLOOR)
                 v[part] = torch.addcmul(b, y @ W.T, a * s[part]).sigmoid_()
                 h = gain * v[part, :r].unsqueeze(-2)
                 o[part] = (h @ y.unflatten(-1, (r, d))).squeeze(-2)
@@ -108,7 +108,9 @@ class Read(torch.autograd.Function):
                 grad_a += (dz * projected * scale).sum(0)
                 grad_b += dz.sum(0)
                 dz = dz * a
-                radial = (dz * projected).sum(-1, keepdim=True) * scale**3 / (-r * d)
+                # Below the floor the scale is a constant.
+                curvature = torch.where(scale < 1 / FLOOR, scale**3 / (-r * d), 0.0)
+                radial = (dz * projected).sum(-1, keepdim=True) * curvature
                 dz = dz * scale
                 grad_W.addmm_(dz.T, y)
                 dY = torch.addmm(grad_Y[part].to(W.dtype), dz, W).addcmul_(y, radial)

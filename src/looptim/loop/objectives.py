@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
-from ..base.numerics import wide
+from ..base.numerics import floored_norm, wide
 from .base import Part
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class NormalizedInnerProduct(Alignment):
 
 
 def _unit(x: Tensor) -> Tensor:
-    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-12)
+    return x / floored_norm(x)
 
 
 @final

@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from ..base.choices import choose
-from .base import signature_of
+from .base import require, signature_of
 from .loop import Loop
 
 PRESETS: dict[str, Callable[..., Loop]] = {}
@@ -41,7 +41,9 @@ def build(name: str, *, width: int, steps: int, **options: Any) -> Loop:
             raise ValueError(f"{key} must be a whole number of at least 1, got {value!r}")
     for key in sorted(options.keys() & parameters.keys()):
         _check_option(name, parameters[key], options[key])
-    return preset(width, steps, **options)
+    loop = preset(width, steps, **options)
+    require(f"what the preset {name} returns", loop, Loop)
+    return loop
 
 
 KINDS: dict[str, tuple[type, str]] = {
@@ -71,6 +73,7 @@ def register(preset: Callable[..., Loop]) -> Callable[..., Loop]:
     @functools.wraps(preset)
     def named(*args: Any, **options: Any) -> Loop:
         loop = preset(*args, **options)
+        require(f"what the preset {name} returns", loop, Loop)
         loop.name, loop.summary = name, inspect.cleandoc(preset.__doc__ or "").split("\n\n")[0].replace("\n", " ")
         return loop
 

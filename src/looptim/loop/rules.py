@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..base.numerics import full_precision, wide
+from ..base.numerics import floored_norm, full_precision, wide
 from .base import Context, Part, require
 from .controls import ConstantDecay, Decay, Step, StreamMatrix
 from .directions import Direction, Momentum, Polar, frobenius_norm
@@ -84,8 +84,8 @@ class Sphere(Retraction):
 
     def forward(self, Y: Tensor, D: Tensor, eta: float | Tensor, lam: Any) -> Tensor:
         D, radius = wide(D), frobenius_norm(wide(Y))
-        V = keep(wide(Y), eta, lam) - eta * radius * D / frobenius_norm(D).clamp_min(1e-12)
-        return (radius * V / frobenius_norm(V).clamp_min(1e-12)).to(Y.dtype)
+        V = keep(wide(Y), eta, lam) - eta * radius * D / floored_norm(D, dim=(-2, -1))
+        return (radius * V / floored_norm(V, dim=(-2, -1))).to(Y.dtype)
 
 
 def keep(Y: Tensor, eta: float | Tensor, lam: float | Tensor | StreamMatrix) -> Tensor:

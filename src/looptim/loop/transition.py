@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -138,12 +138,14 @@ class Transition(nn.Module):
         """One step, with all it computed."""
         Z = None if self.features is None else self.features(Y)
         ctx = Context(Y, Z, e)
-        H, b = self.projection(ctx)
+        H, b = check_projection(self.projection, self.projection(ctx), e)
         o = H.read(Y) if b is None else H.read(Y) + b
+        check_same_shape(o, e, f"`H Y + b` of the projection {type(self.projection).__name__}", "the loop's input")
         t = blocks(o)
         check_same_shape(t, o, "blocks", "the block input")
         t = t if self.target is None else self.target(t)
         g = self.objective.grad(o, t)
+        check_same_shape(g, o, f"`grad` of {type(self.objective).__name__}", "the block input")
         x = H if self.write is None else self.write(ctx)
         G = x.write(g)
         check_same_shape(G, Y, f"the write map {type(x).__name__}", "the state")
@@ -162,3 +164,16 @@ class Transition(nn.Module):
             return fused.step(self, self.kernels, Y, blocks, carry)
         record = self.step(Y, e, blocks, carry)
         return record.Y, record.carry
+
+
+def check_projection(projection: Projection, given: Any, e: Tensor) -> tuple[Map, Tensor | None]:
+    """What a projection gave, if it is a map and a bias that can be added to what the map reads."""
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Map):
+        if isinstance(given[1], Tensor) and (given[1].dim() > 3 or given[1].shape[-1:] != e.shape[-1:]):
+            check_same_shape(given[1], e, f"the bias of the projection {type(projection).__name__}", "the loop's input")
+        return given
+    inside = f" of {', '.join(type(each).__name__ for each in given)}" if isinstance(given, tuple) else ""
+    raise ValueError(
+        f"the projection {type(projection).__name__} gave a {type(given).__name__}{inside}; its forward must return "
+        "the map `H` and the bias `b`, as in `return looptim.maps.Identity(), ctx.e`, with None for no bias"
+    )
