@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from support import config
 
 import looptim as lo
-from looptim.studies.spec import load_plan
+from looptim.studies.spec import Cell, load_plan
 from looptim.training.gate import check_transition
 
 
@@ -137,3 +137,20 @@ def test_what_is_meant_to_see_the_future_says_so_everywhere(presets, tmp_path):
 
 def test_an_unmarked_recipe_has_the_name_it_had():
     assert "noncausal" not in config().model_dump(exclude_defaults=True)["model"]["loop"]
+
+
+@pytest.mark.long
+def test_a_run_is_not_resumed_by_other_code(presets, tmp_path, monkeypatch):
+    given = config(model={"loop": {"preset": "honest"}}, steps=3)
+    monkeypatch.setattr("looptim.training.train.code_of", lambda name: "before")
+    monkeypatch.setitem(lo.PRESETS, "honest", lambda width, steps: loop_of(width, steps))
+    lo.train(given, tmp_path / "run", progress=False)
+    with pytest.raises(ValueError, match="the code of honest has changed since"):
+        lo.train(given, tmp_path / "run", resume=True, progress=False)
+    lo.train(given, tmp_path / "run", resume=True, force=True, progress=False)
+
+
+def test_runs_of_a_study_are_known_by_their_code(monkeypatch):
+    cell = Cell("a", 0, config())
+    assert Cell("a", 0, config(), "one").name not in (cell.name, Cell("a", 0, config(), "two").name)
+    assert cell.name == Cell("a", 0, config(), None).name

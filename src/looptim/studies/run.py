@@ -18,7 +18,7 @@ from ..reporting.tables import FORMATS, Table, html_text
 from ..rundir import difference
 from .archive import ARCHIVE, pack, unpack
 from .figures import FIGURES, draw
-from .grid import run_grid, sigterm_as_ctrl_c
+from .grid import is_settled, run_grid, sigterm_as_ctrl_c
 from .measures import Outcome, as_json, check_runs, compare, outcomes
 from .spec import Plan, load_plan
 from .tables import tables
@@ -51,7 +51,10 @@ def study(
         check_writable(place)
     if progress:
         _introduce(plan)
+    changed = _changed_code(out, plan)
     unpack(plan, out / ARCHIVE, folder)
+    if progress:
+        _say_what_is_reused(plan, folder, changed)
     check_runs(plan, folder, progress=progress)
     with claimed(out):
         write_whole(out / "study.json", json.dumps(plan.identity(), indent=2))
@@ -73,6 +76,23 @@ def _introduce(plan: Plan) -> None:
             f"{plan.flops(name):.3f} of the training FLOPs of {plan.study.reference}",
             file=sys.stderr,
         )
+
+
+def _changed_code(out: Path, plan: Plan) -> list[str]:
+    """The variants whose code is another than when the study was last run here."""
+    file = out / "study.json"
+    before = json.loads(file.read_text()).get("code", {}) if file.is_file() else {}
+    now = plan.identity().get("code", {})
+    return sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
+
+
+def _say_what_is_reused(plan: Plan, folder: Path, changed: Sequence[str]) -> None:
+    done: dict[str, int] = Counter(cell.variant for cell in plan.cells if is_settled(cell, folder))
+    for name in plan.study.variants:
+        if name in changed:
+            print(f"{name}: its code has changed; what the old code trained is not used", file=sys.stderr)
+        if done.get(name):
+            print(f"{name}: {done[name]} of {len(plan.study.seeds)} runs are done and used again", file=sys.stderr)
 
 
 def _check_folder(out: Path, plan: Plan) -> None:

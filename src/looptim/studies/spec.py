@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, final
 from pydantic import AfterValidator, Field, model_validator
 
 from ..config import Config, Strict, TrainConfig
+from ..loop.source import code_of
 from ..model.count import Count, count, training_flops
 from ..recipe import find_file, load_config, shipped
 from ..training.train import check_model
@@ -88,11 +89,14 @@ class Cell:
     variant: str
     seed: int
     config: Config
+    code: str | None = None
+    """The hash of the source of a preset that is the user's own."""
 
     @property
     def name(self) -> str:
-        """The name of its folder: equal configs have equal names, so that studies can share runs."""
+        """The name of its folder: equal configs and equal code have equal names, so that studies can share runs."""
         values = self.config.model_dump(mode="json", exclude_defaults=True)
+        values |= {} if self.code is None else {"code": self.code}
         digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
         return f"{self.config.model.loop.preset}_{self.config.model.layout}_s{self.seed}_{digest}"
 
@@ -138,7 +142,9 @@ class Plan:
             values["train"] = {k: v for k, v in values["train"].items() if k not in ("seed", "data_seed")}
             variants[name] = values
         held = {} if self.study.vary == "both" else {"vary": self.study.vary, "held": self.held}
-        return {"study": self.name, "reference": self.study.reference, **held, "variants": variants}
+        codes = {cell.variant: cell.code for cell in self.cells if cell.code is not None}
+        code = {"code": codes} if codes else {}
+        return {"study": self.name, "reference": self.study.reference, **held, **code, "variants": variants}
 
 
 def load_plan(path: str | Path, *, scale: str | None = None, set: Iterable[str] = ()) -> Plan:
@@ -156,7 +162,12 @@ def load_plan(path: str | Path, *, scale: str | None = None, set: Iterable[str] 
     base = load_config(_base(path, study.base), set=[*changes, f"train.steps={study.tokens}"])
     configs = {name: _config(base, study, name) for name in study.variants}
     cells = [
-        Cell(name, seed, config.model_copy(update={"train": _seeded(config.train, study.vary, seed)}))
+        Cell(
+            name,
+            seed,
+            config.model_copy(update={"train": _seeded(config.train, study.vary, seed)}),
+            code_of(config.model.loop.preset),
+        )
         for seed in study.seeds
         for name, config in configs.items()
     ]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 
 from ..config import Config, ModelConfig
 from ..loop import Loop, check_gradient, mixes_tokens
 from ..loop.causality import find_leak, find_leak_at
+from ..loop.source import code_of
 from ..model.build import build_loop
+from ..rundir import RunDir
 
 SMALL = 512
 """The width of the copy that is asked everything; a wider loop is only run once more, in the shape of its training."""
@@ -35,6 +39,16 @@ def check_transition(config: Config) -> None:
                 f"{found}; mend that, or, if it is meant, write noncausal = true under [loop], which every table and "
                 "report will say"
             )
+
+
+def check_code(config: Config, folder: RunDir, *, force: bool) -> None:
+    """That a run is resumed by the code that began it, where its preset is the user's own."""
+    preset, file = config.model.loop.preset, folder.environment_file
+    record = json.loads(file.read_text()) if file.is_file() else {}
+    if record.get("code", code_of(preset)) != code_of(preset) and not force:
+        raise ValueError(
+            f"the code of {preset} has changed since {folder.path} was trained with it; undo that, or add --force"
+        )
 
 
 def _small_copy(model: ModelConfig, steps: int) -> Loop:

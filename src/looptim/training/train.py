@@ -19,13 +19,14 @@ from ..config import Config
 from ..data import Dataset, open_data, text_of
 from ..loop import Loop
 from ..loop.depth import Fixed
+from ..loop.source import code_of
 from ..model import LoopedLM
 from ..model.count import count, training_flops
 from ..rundir import RunDir
 from . import checkpoint, distributed
 from .amx import guard_bf16
 from .distributed import World
-from .gate import check_transition
+from .gate import check_code, check_transition
 from .mesh import Sizes, build, open_mesh
 from .metrics import RunLog, environment
 from .optim import MuonAdamW, describe_groups, parameter_groups
@@ -50,6 +51,7 @@ def train(config: Config, out: str | Path, *, resume: bool = False, force: bool 
         check_sinks(config.train.track)
         folder.check(config, resume=resume, force=force)
         check_model(config)
+        check_code(config, folder, force=force)
 
     # All that can be known to fail is said now, once, not after hours of packing data.
     world.first_does(check)
@@ -140,7 +142,8 @@ def _reads_input(loop: Loop) -> bool:
 
 def _environment(run: TrainingState) -> dict[str, Any]:
     groups = describe_groups(run.optimizer.param_groups)
-    return {**environment(run.world), "data": run.data.fingerprint, "groups": groups}
+    code = {"code": code_of(run.config.model.loop.preset)}
+    return {**environment(run.world), **code, "data": run.data.fingerprint, "groups": groups}
 
 
 def _introduce(run: TrainingState) -> None:
