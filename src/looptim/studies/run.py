@@ -92,7 +92,7 @@ def _say_what_is_reused(plan: Plan, folder: Path, changed: Sequence[str]) -> Non
         if name in changed:
             print(f"{name}: its code has changed; what the old code trained is not used", file=sys.stderr)
         if done.get(name):
-            print(f"{name}: {done[name]} of {len(plan.study.seeds)} runs are done and used again", file=sys.stderr)
+            print(f"{name}: {done[name]} of {len(plan.study.seeds)} runs are used again", file=sys.stderr)
 
 
 def _check_folder(out: Path, plan: Plan) -> None:
