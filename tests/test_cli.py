@@ -92,6 +92,33 @@ def test_bad_input_is_one_line_and_exit_status_2(arguments, message):
     assert done.stdout == ""
 
 
+INTERRUPTED = """
+import os, signal, sys
+from looptim.__main__ import main
+name, sent = sys.argv.pop(1), []
+def interrupt(event, arguments):
+    if event in ("import", "open") and str(arguments[0]).endswith(name) and not sent:
+        sent.append(os.kill(os.getpid(), signal.SIGINT))
+sys.addaudithook(interrupt)
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "moment", ["typer", "looptim.cli", "torch", "torch._C", "numpy", "looptim.model.count", "nano.toml"]
+)
+def test_ctrl_c_within_the_first_second_is_one_line(moment):
+    command = [sys.executable, "-c", INTERRUPTED, moment, "count", "nano"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "looptim: stopped\n")
+
+
+def test_a_model_that_does_not_fit_the_memory_is_one_line(tmp_path):
+    done = run("train", "smoke", "--out", str(tmp_path / "run"), "--no-export", "--set", "model.vocab_size=8000000000")
+    assert done.returncode == 2 and done.stderr.startswith("looptim: the memory does not suffice; ")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_closed_pipe_is_no_traceback():
     done = subprocess.run(f"{LOOPTIM} zoo --json | head -1", shell=True, capture_output=True, text=True)
     assert done.stdout == "[\n"

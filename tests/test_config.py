@@ -23,7 +23,10 @@ def test_layouts_that_do_not_parse(layout):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"layout": "0-0"}, "layout '0-0' has no blocks"),
+        ({"layout": "0-0"}, "layout '0-0' has 0 unrolled blocks"),
+        ({"layout": "1-9x99999999"}, "has 899999992 unrolled blocks; give at least 1 and at most 10,000"),
+        ({"layout": "2", "head_dim": 2**63 - 1}, r"times heads \* head_dim .* is the size of a matrix"),
+        ({"layout": "2", "vocab_size": 2**63 - 1}, "times vocab_size .* is the size of a matrix"),
         ({"layout": "2-0x3"}, "layout '2-0x3' loops nothing at '0x3'"),
         ({"layout": "2", "loop": {"preset": "operloop"}}, "has no looped segment, so loop.preset must be 'none'"),
         ({"layout": "2", "pattern": "SSX"}, "pattern 'SSX' must be letters S"),
@@ -93,16 +96,31 @@ def test_a_recipe_stands_on_its_base_and_overrides_stand_on_both(tmp_path):
     assert (changed.preset, changed.options) == ("hyperloop", {"streams": 3})
 
 
+def test_a_base_may_have_a_base_and_a_missing_one_names_the_file_that_asks_for_it(tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "first.toml").write_text('[model]\nlayout = "2"\nwidth = 64\nheads = 8\nkv_heads = 2\n')
+    (tmp_path / "second.toml").write_text('base = "inner/first.toml"\n[model]\nwidth = 32\nheads = 4\n')
+    (tmp_path / "third.toml").write_text('base = "second.toml"\n[model]\nwidth = 16\n')
+    model = lo.load_config(tmp_path / "third.toml").model
+    assert (model.width, model.heads, model.kv_heads) == (16, 4, 2)
+    (tmp_path / "inner" / "first.toml").unlink()
+    with pytest.raises(ValueError, match=r"second\.toml: its base '.*first\.toml' does not exist"):
+        lo.load_config(tmp_path / "third.toml")
+    (tmp_path / "inner" / "first.toml").write_text('base = "../third.toml"')
+    with pytest.raises(ValueError, match=r"first\.toml: its base '.*third\.toml' leads back to itself"):
+        lo.load_config(tmp_path / "third.toml")
+
+
 @pytest.mark.parametrize(
     ("text", "overrides", "message"),
     [
         (None, [], "there is no recipe"),
         ("[model", [], "is not valid TOML"),
-        ('base = "missing.toml"', [], "there is no recipe .*missing.toml"),
+        ('base = "missing.toml"', [], r"recipe\.toml: its base '.*missing\.toml' does not exist"),
         ('[model]\nlayout = "2"\n[trane]\n', [], "unknown key 'trane', did you mean 'train'"),
         ('[model]\nlayout = "2"\n', ["width"], "must have the form key=value"),
         ('[model]\nlayout = "2"\n', ["model.width=x"], "model: width: .* got 'x'"),
-        ('base = "recipe.toml"\n', [], "has a base itself"),
+        ('base = "recipe.toml"\n', [], "leads back to itself"),
     ],
 )
 def test_a_bad_recipe_is_refused_with_its_name(tmp_path, text, overrides, message):

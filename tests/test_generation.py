@@ -1,6 +1,7 @@
 """From a recipe to text on the command line: train, resume, generate, export, report."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -114,6 +115,16 @@ def test_an_export_replaces_an_export_and_nothing_else(trained, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="is the current folder, which an export would replace"):
         lo.export(trained, ".")
+
+
+@pytest.mark.parametrize("length", [0, 5, 1000, -1])
+def test_truncated_weights_of_an_export_are_one_sentence(trained, tmp_path, length):
+    folder = shutil.copytree(lo.export(trained, tmp_path / "whole"), tmp_path / "cut")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:length])
+    with pytest.raises(ValueError, match=r"the model in .*cut cannot be read \(.*\); export it again") as error:
+        lo.load(folder)
+    assert "\n" not in str(error.value)
 
 
 def test_an_export_with_other_loops_runs_them(tmp_path):

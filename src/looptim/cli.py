@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from looptim.base.console import clean, print_table
+from looptim.base.console import clean, is_out_of_memory, print_table
 
 if TYPE_CHECKING:
     from looptim.config import Config
@@ -27,6 +27,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+STOP_STATUS = 130
+"""The exit status after Ctrl-C, as of a shell."""
+
+
+class StopError(Exception):
+    """Ctrl-C, where there is more to say of it than that."""
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Width = Annotated[int, typer.Option(help="Width d of the state.")]
@@ -262,8 +270,7 @@ def train(
     try:
         run = looptim.train(_load_once(recipe, set or ()), out, resume=resume, force=force)
     except KeyboardInterrupt:
-        print(f"looptim: stopped; the same command with --resume continues {out}", file=sys.stderr)
-        raise typer.Exit(130) from None
+        raise StopError(f"stopped; the same command with --resume continues {out}") from None
     except ElsewhereError:
         # The process that failed has printed the reason.
         raise typer.Exit(2) from None
@@ -560,8 +567,7 @@ def study(
     try:
         page = looptim.study(file, out, scale=scale, set=set or (), runs=runs, jobs=jobs)
     except KeyboardInterrupt:
-        print(f"looptim: stopped; the same command continues {out}", file=sys.stderr)
-        raise typer.Exit(130) from None
+        raise StopError(f"stopped; the same command continues {out}") from None
     print((page.parent / "results.md").read_text(encoding="utf-8"))
     print(page)
 
@@ -634,9 +640,8 @@ def main() -> None:
         # Without arguments typer would treat the help as an error.
         status = app(sys.argv[1:] or ["--help"], standalone_mode=False)
         sys.stdout.flush()
-    except (KeyboardInterrupt, typer.Abort):
-        print("looptim: stopped", file=sys.stderr)
-        sys.exit(130)
+    except (KeyboardInterrupt, typer.Abort, StopError) as stop:
+        _stop(str(stop) if isinstance(stop, StopError) else "stopped")
     except BrokenPipeError:
         # The reader of the pipe has left, as `| head` does, and Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -646,11 +651,21 @@ def main() -> None:
     except Exception as error:
         # The base class of typer's usage errors is not public, but the method that words them is.
         message = getattr(error, "format_message", None)
+        if is_out_of_memory(error):
+            _fail("the memory does not suffice; take a smaller model, fewer or shorter sequences, or another machine")
         if message is None:
             raise
         _fail(message())
     else:
+        if status == STOP_STATUS:
+            # Typer turns Ctrl-C into a number.
+            _stop("stopped")
         sys.exit(status if isinstance(status, int) else 0)
+
+
+def _stop(message: str) -> None:
+    print(f"looptim: {message}", file=sys.stderr)
+    sys.exit(STOP_STATUS)
 
 
 def _fail(message: str) -> None:

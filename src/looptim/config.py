@@ -40,6 +40,12 @@ def _one_line(error: ValidationError, config: type[BaseModel]) -> str:
     return f"{where}: {message[0].lower()}{message[1:]}, got {first['input']!r}"
 
 
+DEEPEST = 10_000
+"""Unrolled blocks of a model at most."""
+LARGEST = 2**40
+"""Elements of a matrix at most: four terabytes of it."""
+
+
 class Segment(NamedTuple):
     """`K` blocks in a row, run once or looped `loops` times with shared weights."""
 
@@ -71,8 +77,9 @@ def parse_layout(layout: str) -> tuple[Segment, ...]:
                 f"layout {layout!r} loops nothing at {text!r}; K and R of a looped segment must be at least 1"
             )
         segments.append(Segment(blocks, loops))
-    if sum(segment.blocks for segment in segments) == 0:
-        raise ValueError(f"layout {layout!r} has no blocks")
+    layers = sum(segment.blocks * (segment.loops or 1) for segment in segments)
+    if not 0 < layers <= DEEPEST:
+        raise ValueError(f"layout {layout!r} has {layers} unrolled blocks; give at least 1 and at most {DEEPEST:,}")
     return tuple(segments)
 
 
@@ -167,6 +174,15 @@ class ModelConfig(Strict):
             rotary = getattr(self, name)
             if rotary % 2 or rotary > self.head_dim:
                 raise ValueError(f"{name} ({rotary}) must be even and at most head_dim ({self.head_dim})")
+        rows = {"vocab_size": self.vocab_size, "heads * head_dim": self.heads * self.head_dim}
+        rows |= {"dense_hidden": self.dense_hidden, "shared_hidden": self.shared_hidden}
+        rows |= {"experts * expert_hidden": self.experts * self.expert_hidden}
+        largest = max(rows, key=lambda name: rows[name])
+        if rows[largest] * self.width > LARGEST:
+            raise ValueError(
+                f"width ({self.width}) times {largest} ({rows[largest]}) is the size of a matrix, and more than "
+                f"{LARGEST:,} fit no machine"
+            )
         looped = any(segment.loops is not None for segment in self.segments)
         if looped and self.loop.preset == "none":
             raise ValueError(

@@ -46,21 +46,13 @@ def find_file(kind: str, name: str | Path) -> Path:
 def load_config(path: str | Path, set: Iterable[str] = ()) -> Config:
     """A recipe by its name or from a TOML file, with `a.b=c` overrides from `set`.
 
-    A file may have one level of `base = "other.toml"`.
+    A file may have a `base = "other.toml"`, beside it, on top of which it is laid; that may have one too.
 
     >>> load_config("nano", set=["loop.preset=vanilla"]).model.layout
     '1-2x3-1'
     """
     path = find_file("recipes", path)
-    values = _loop_in_model(_read(path))
-    if "base" in values:
-        name = values.pop("base")
-        if not isinstance(name, str):
-            raise ValueError(f"{path}: base must be the path of another recipe, got {name!r}")
-        base = _loop_in_model(_read(Path(path).parent / name))
-        if "base" in base:
-            raise ValueError(f"{path}: its base has a base itself; only one level is allowed")
-        values = _on_top(base, values)
+    values = _with_base(path)
     # Overrides are merged into one, so that options may be set before or after the preset they belong to.
     overrides: dict[str, Any] = {}
     for override in [set] if isinstance(set, str) else set:
@@ -121,13 +113,22 @@ def value_text(value: Any) -> str:
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _with_base(path: Path, askers: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The tables of a file on top of those of its base; `askers` are the files that led here, the last one first."""
+    if path.resolve() in (asker.resolve() for asker in askers):
+        raise ValueError(f"{askers[0]}: its base {str(path)!r} leads back to itself; leave one of the bases out")
     if not path.is_file():
-        raise ValueError(f"there is no recipe {str(path)!r}; give the path of a TOML file")
+        raise ValueError(f"{askers[0]}: its base {str(path)!r} does not exist; give the path of a TOML file")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        values = _loop_in_model(tomllib.loads(path.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from None
+    name = values.pop("base", None)
+    if name is None:
+        return values
+    if not isinstance(name, str):
+        raise ValueError(f"{path}: base must be the path of another recipe, got {name!r}")
+    return _on_top(_with_base(path.parent / name, (path, *askers)), values)
 
 
 def _loop_in_model(values: dict[str, Any]) -> dict[str, Any]:

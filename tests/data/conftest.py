@@ -46,7 +46,7 @@ def open_(cache):
 def texts():
     def texts_of(dataset, split):
         """The documents of a split packed as bytes, read back from its tokens."""
-        stream = dataset._streams[split]
+        stream = dataset._streams[split].tokens
         *parts, rest = np.split(stream, np.flatnonzero(stream == 256) + 1)
         assert not len(rest)
         return [part[:-1].astype(np.uint8).tobytes().decode() for part in parts]

@@ -4,6 +4,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import random
 import resource
 import time
 
@@ -14,7 +15,7 @@ import torch
 from looptim.data import DataConfig, open_data
 from looptim.data import packing as opening
 from looptim.data.corpus import find_corpus
-from looptim.data.shards import ShardWriter, open_shard
+from looptim.data.shards import Shard, ShardWriter
 
 
 def batch(dataset, split="train", *, seed=0, step=0, batch_size=8, rows=None):
@@ -23,7 +24,7 @@ def batch(dataset, split="train", *, seed=0, step=0, batch_size=8, rows=None):
 
 def test_targets_are_the_next_tokens(corpus, open_):
     dataset = open_(corpus, seq_len=16)
-    stream = torch.tensor(dataset._streams["train"].tolist())
+    stream = torch.tensor(dataset._streams["train"].tokens.tolist())
     tokens, targets, documents = batch(dataset)
     assert tokens.shape == targets.shape == documents.shape == (8, 16)
     assert tokens.dtype == targets.dtype == documents.dtype == torch.int64
@@ -72,7 +73,7 @@ def test_every_window_comes_once_an_epoch_whatever_the_batch_size(corpus, open_)
     size = 7
     assert windows % size
     rows = torch.cat([batch(dataset, step=step, batch_size=size)[0] for step in range(3 * windows // size + 1)])
-    stream = np.asarray(dataset._streams["train"], dtype=np.int64)
+    stream = np.asarray(dataset._streams["train"].tokens, dtype=np.int64)
     expected = sorted(stream[at * 64 : at * 64 + 64].tolist() for at in range(windows))
     epochs = [rows[epoch * windows : (epoch + 1) * windows].tolist() for epoch in range(3)]
     for epoch in epochs:
@@ -174,7 +175,7 @@ def test_bpe_never_sees_what_is_held_out(corpus, open_, texts):
 def test_bpe_is_trained_once_and_cached(corpus, cache, open_, monkeypatch):
     dataset = open_(corpus, tokenizer="bpe", vocab_size=400)
     assert dataset.tokenizer.vocab_size <= 400
-    assert int(dataset._streams["train"].max()) < 400
+    assert int(dataset._streams["train"].tokens.max()) < 400
     monkeypatch.setattr(opening.Tokenizer, "train", None)
     monkeypatch.setattr(opening, "_pack", None)
     again = open_(corpus, tokenizer="bpe", vocab_size=400, seq_len=32, mask_boundaries=True)
@@ -311,11 +312,11 @@ def test_tokens_beyond_sixteen_bits_are_kept(tmp_path):
     writer = ShardWriter(tmp_path / "a.bin", vocab_size=100_000)
     writer.add([1, 99_999], end=True)
     writer.close()
-    assert open_shard(tmp_path / "a.bin").tolist() == [1, 99_999]
+    assert Shard(tmp_path / "a.bin").tokens.tolist() == [1, 99_999]
     small = ShardWriter(tmp_path / "b.bin", vocab_size=2**16)
     small.add([2**16 - 1], end=True)
     small.close()
-    assert open_shard(tmp_path / "b.bin").dtype == np.uint16
+    assert Shard(tmp_path / "b.bin").tokens.dtype == np.uint16
 
 
 def test_a_second_opening_is_fast(cache, tmp_path):
@@ -324,3 +325,44 @@ def test_a_second_opening_is_fast(cache, tmp_path):
     start = time.perf_counter()
     open_data(config, vocab_size=257, seq_len=128, progress=False)
     assert time.perf_counter() - start < 1
+
+
+def test_a_flip_of_any_bit_of_a_shard_is_noticed_when_it_is_read(tmp_path):
+    chance, path = random.Random(0), tmp_path / "a.bin"
+    writer = ShardWriter(path, vocab_size=70_000)
+    writer.add([chance.randrange(70_000) for _ in range(40_000)], end=True)
+    writer.close()
+    for file in (path, path.with_suffix(".sha256")):
+        whole = file.read_bytes()
+        for _ in range(200):
+            place, bit = chance.randrange(len(whole)), 1 << chance.randrange(8)
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
+            with pytest.raises(ValueError, match=r"shard .*a\.bin is (damaged|truncated)"):
+                Shard(path).read(0, 40_000)
+        file.write_bytes(whole)
+    shard = Shard(path)
+    for _ in range(50):
+        start = chance.randrange(40_000)
+        stop = chance.randrange(start, 40_001)
+        assert shard.read(start, stop).tolist() == shard.tokens[start:stop].tolist()
+    # Each token is under the digest of its own block, the last block's included.
+    for token in (0, 4095, 4096, 39_999):
+        damaged = bytearray(path.read_bytes())
+        damaged[64 + 4 * token] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="is damaged"):
+            Shard(path).read(token, token + 1)
+        damaged[64 + 4 * token] ^= 1
+        path.write_bytes(damaged)
+
+
+def test_a_shard_of_before_digests_gets_some(corpus, open_, cache):
+    dataset = open_(corpus)
+    expected = batch(dataset).tokens
+    (packed,) = cache.glob("packed/*")
+    digests = {path: path.read_bytes() for path in packed.glob("*.sha256")}
+    assert len(digests) == 2
+    for path in digests:
+        path.unlink()
+    assert torch.equal(batch(open_(corpus)).tokens, expected)
+    assert {path: path.read_bytes() for path in packed.glob("*.sha256")} == digests

@@ -1,10 +1,12 @@
 """Training: it learns, resumes bit for bit after any kill, and refuses what cannot work with one sentence."""
 
+import hashlib
 import json
 import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -346,9 +348,15 @@ def test_what_cannot_work_is_refused_in_one_sentence(tmp_path, change, message):
     assert "\n" not in str(error.value)
 
 
-def test_what_does_not_fit_the_memory_is_one_sentence(tmp_path, monkeypatch):
+def cuda_out_of_memory():
+    raise torch.OutOfMemoryError
+
+
+# The CPU's error is the real one, of more than any machine has.
+@pytest.mark.parametrize("allocate", [cuda_out_of_memory, lambda: torch.empty(2**55)])
+def test_what_does_not_fit_the_memory_is_one_sentence(tmp_path, monkeypatch, allocate):
     def fails(run, step):
-        raise torch.OutOfMemoryError
+        allocate()
 
     monkeypatch.setattr(training, "update", fails)
     with pytest.raises(ValueError, match=r"4 sequences of 32 tokens do not fit the memory .*; set train\.micro_batch"):
@@ -365,6 +373,75 @@ def test_a_weight_decay_that_is_forced_is_used(straight, tmp_path, monkeypatch):
     )
     lo.train(config(optim={"weight_decay": 0.7}, steps=13), run, resume=True, force=True, progress=False)
     assert set(decays) == {0.0, 0.7}
+
+
+def test_tokens_are_counted_and_a_changed_schedule_is_shown_before_it_is_used(tmp_path, capsys):
+    run = lo.train(config(steps=6, valid_every=6), tmp_path / "run", progress=False)
+    lo.train(config(steps=6, valid_every=6), run, resume=True, progress=False)
+    assert not capsys.readouterr().err
+    changed = config(steps=9, valid_every=9, batch_size=6)
+    lo.train(changed, run, resume=True, force=True, progress=False)
+    assert list(losses(run, "tokens").values()) == [4 * 32 * n for n in range(7)] + [
+        (24 + 6 * n) * 32 for n in (1, 2, 3)
+    ]
+    said = capsys.readouterr().err
+    assert "train.batch_size: 4 -> 6; train.steps: 6 -> 9" in said and said.count("\n") == 1
+    assert "the learning rate goes on at 0.000808 instead of 0.0003" in said
+    # It goes on counting where it was.
+    lo.train(config(steps=10, valid_every=10, batch_size=6), run, resume=True, force=True, progress=False)
+    assert losses(run, "tokens")[10] == (24 + 6 * 4) * 32
+
+
+def test_a_checkpoint_of_before_tokens_were_counted_has_as_many_as_its_config_says(tmp_path):
+    run = lo.train(config(steps=3, valid_every=3), tmp_path / "run", progress=False)
+    folder = RunDir(run).latest()
+    record = json.loads((folder / "checkpoint.json").read_text())
+    del record["tokens"]
+    (folder / "checkpoint.json").write_text(json.dumps(record))
+    sums = [line for line in (folder / "SHA256SUMS").read_text().splitlines(keepends=True) if ".json" not in line]
+    for name in ("checkpoint.json", "index.json"):
+        sums.append(f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n")
+    (folder / "SHA256SUMS").write_text("".join(sums))
+    lo.train(config(steps=4, valid_every=4, batch_size=8), run, resume=True, force=True, progress=False)
+    assert losses(run, "tokens")[4] == (3 * 4 + 8) * 32
+
+
+def test_a_run_that_is_renamed_while_it_is_trained_does_not_split_in_two(straight, tmp_path, monkeypatch):
+    update, run = training.update, tmp_path / "run"
+
+    def renames(state, step):
+        if step == 5:
+            run.rename(tmp_path / "elsewhere")
+            # What logs may have come back; a checkpoint must not.
+            run.mkdir()
+        return update(state, step)
+
+    monkeypatch.setattr(training, "update", renames)
+    with pytest.raises(
+        ValueError, match=r"was renamed or replaced while it was trained into, .*; --resume the run whe"
+    ):
+        lo.train(config(), run, progress=False)
+    monkeypatch.undo()
+    assert not (run / "checkpoints").exists()
+    lo.train(config(), tmp_path / "elsewhere", resume=True, progress=False)
+    assert losses(tmp_path / "elsewhere") == losses(straight)
+
+
+def test_what_a_kill_after_the_last_checkpoint_left_goes_when_the_run_is_claimed(straight, tmp_path):
+    run = shutil.copytree(straight, tmp_path / "run")
+    shutil.copytree(run / "checkpoints" / "step_000009", run / "checkpoints" / "step_000003")
+    (run / "checkpoints" / ".step_000012.partial").mkdir()
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    left = [run / f".config.toml.{socket.gethostname()}.{dead.pid}.0123abcd.partial"]
+    left.append(run / "tokenizer" / f".tokenizer.json.{socket.gethostname()}.{dead.pid}.0123abcd.partial")
+    mine = run / f".model.{socket.gethostname()}.{os.getpid()}.0123abcd.partial"
+    for file in (*left, mine):
+        file.touch()
+    lo.train(config(), run, resume=True, progress=False)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000009", "step_000012"]
+    assert not any(file.exists() for file in left) and mine.exists()
+    assert losses(run) == losses(straight)
 
 
 def test_a_run_is_not_overwritten_nor_continued_with_another_config(straight, tmp_path):

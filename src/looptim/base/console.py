@@ -88,6 +88,16 @@ def clean(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory is wanting: on a CPU torch raises a RuntimeError like any other.
+
+    >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes differ"))
+    (True, False)
+    """
+    said = f"{type(error).__name__}: {error}"
+    return any(word in said for word in ("MemoryError", "DefaultCPUAllocator", "out of memory"))
+
+
 def duration(seconds: float) -> str:
     """
     >>> duration(59.7), duration(61), duration(7260)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import socket
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import final
 
 
 class HeldError(ValueError):
@@ -110,16 +112,28 @@ def _write(path: Path, content: str | bytes) -> None:
 @contextlib.contextmanager
 def _aside(path: Path, given: Path | None = None) -> Iterator[Path]:
     """A free name beside `path`; whatever has it in the end is deleted, and so is what killed processes left."""
-    here = f".{path.name}.{socket.gethostname()}"
-    for left in path.parent.glob(f"{here}.*.partial"):
-        if not _alive(int(left.name.split(".")[-3])):
-            _delete(left)
-    aside = given or path.with_name(f"{here}.{os.getpid()}.{uuid.uuid4().hex[:8]}.partial")
+    for left in path.parent.glob(f".{path.name}.*.partial"):
+        _sweep(left)
+    name = f".{path.name}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}.partial"
+    aside = given or path.with_name(name)
     _delete(aside)
     try:
         yield aside
     finally:
         _delete(aside)
+
+
+def sweep(folder: Path) -> None:
+    """Delete what killed processes of this machine left anywhere in a folder."""
+    for left in [*folder.rglob(".*.partial")]:
+        _sweep(left)
+
+
+def _sweep(left: Path) -> None:
+    """Delete what has a name of `_aside`, if the process that gave it one is no more."""
+    made = re.fullmatch(rf"\..+\.{re.escape(socket.gethostname())}\.(\d+)\.[0-9a-f]{{8}}\.partial", left.name)
+    if made and not _alive(int(made[1])):
+        _delete(left)
 
 
 def _delete(path: Path) -> None:
@@ -167,6 +181,31 @@ def claimed(folder: Path) -> Iterator[None]:
         if not _lock(lock.fileno()):
             raise HeldError(f"another process is at work in {folder}; stop it, or choose another --out")
         yield
+
+
+@final
+class Place:
+    """Where a folder is now, to see later whether its path still leads there.
+
+    >>> Place(Path(".")).check()
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.found = folder, _identity(folder)
+
+    def check(self) -> None:
+        """A ValueError if the path leads elsewhere, or nowhere."""
+        if _identity(self.folder) != self.found:
+            raise ValueError(
+                f"{self.folder} was renamed or replaced while it was trained into, and is left alone; "
+                "--resume the run where it is now"
+            )
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    with contextlib.suppress(OSError):
+        found = folder.stat()
+        return found.st_dev, found.st_ino
 
 
 def _lock(file: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import uuid
+import tempfile
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,9 @@ def cache_folder(given: str | None) -> Path:
     folder = Path(given or os.environ.get("LOOPTIM_CACHE") or "~/.cache/looptim").expanduser()
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        # A folder that refuses is found now, not after an hour of tokenizing.
-        probe = folder / f".probe.{uuid.uuid4().hex}"
-        probe.touch()
-        probe.unlink()
+        # A folder that refuses is found now, not after an hour of tokenizing. The file has no name that could stay.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     return folder
 
 

@@ -13,7 +13,7 @@ import torch
 from ..model import IGNORE, document_lengths, document_starts
 from .corpus import SPLITS, Split
 from .permutation import permute
-from .shards import open_shard
+from .shards import Shard
 from .tasks import Task
 from .tokenizer import Tokenizer
 
@@ -118,7 +118,7 @@ class PackedDataset(Dataset):
     ):
         self.seq_len, self.tokenizer, self.fingerprint = seq_len, tokenizer, fingerprint
         self.mask_boundaries = mask_boundaries
-        self._streams = {split: open_shard(folder / f"{split}.bin") for split in SPLITS}
+        self._streams = {split: Shard(folder / f"{split}.bin") for split in SPLITS}
 
     def num_tokens(self, split: Split) -> int:
         _check_split(split)
@@ -138,7 +138,7 @@ class PackedDataset(Dataset):
         stream, width = self._streams[split], self.seq_len
         packed = np.empty((len(samples), width + 1), dtype=np.int64)
         for row, place in zip(packed, places, strict=True):
-            row[:] = stream[place * width : place * width + width + 1]
+            row[:] = stream.read(place * width, place * width + width + 1)
         tokens, targets = packed[:, :-1].copy(), packed[:, 1:].copy()
         ends = tokens == self.tokenizer.eos
         if self.mask_boundaries:

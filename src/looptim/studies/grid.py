@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import final
@@ -25,6 +25,7 @@ from ..config import Config
 from ..evaluation import evaluate
 from ..evaluation.tasks import COUNT as PROBLEMS
 from ..rundir import RunDir, read_record
+from ..training.checkpoint import prune
 from ..training.step import DivergedError
 from ..training.train import train
 from .spec import Cell, Plan
@@ -80,7 +81,11 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
 
 def run_grid(plan: Plan, runs: Path, *, jobs: int, progress: bool) -> None:
     """Train every run that is not settled, `jobs` at a time."""
-    waiting = list({cell.name: cell for cell in plan.cells if not is_settled(cell, runs)}.values())
+    cells = {cell.name: cell for cell in plan.cells}.values()
+    waiting = [cell for cell in cells if not is_settled(cell, runs)]
+    for cell in cells:
+        if cell not in waiting:
+            _tidy(RunDir(runs / cell.name), cell.config)
     if not waiting:
         return
     threads = max(1, torch.get_num_threads() // jobs)
@@ -101,6 +106,13 @@ def run_grid(plan: Plan, runs: Path, *, jobs: int, progress: bool) -> None:
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _tidy(run: RunDir, config: Config) -> None:
+    """Clear away what a kill after the last checkpoint of a finished run left, unless another process is at it."""
+    if run.latest() is not None:
+        with suppress(HeldError), run.claim():
+            prune(run, keep_last=config.train.keep_last, keep_every=config.train.keep_every)
 
 
 def _follow(waiting: list[Cell], submit: Callable[[Cell], Future[None]], meter: Meter) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..base.files import remove_whole, whole_folder
+from ..base.files import remove_whole, sweep, whole_folder
 from ..model import LoopedLM
 from ..rundir import RECORD, DamagedError, RunDir, read_record, step_of
 from .distributed import World
@@ -118,11 +118,16 @@ def _check_names(path: Path, reader: StorageReader, target: dict[str, Tensor]) -
             raise ValueError(f"checkpoint {path} does not fit the model of this config: it {which} {min(names)}")
 
 
-def prune(run: RunDir, *, keep_last: int, keep_every: int | None) -> None:
-    """Delete all checkpoints but the newest `keep_last` and multiples of `keep_every`, and broken leftovers."""
+def prune(run: RunDir, *, keep_last: int, keep_every: int | None, step: int | None = None) -> None:
+    """Delete what killed processes left, and all checkpoints but the newest `keep_last` and multiples of `keep_every`.
+
+    Only who holds the run may. Checkpoints beyond `step`, where a training is, are of a future it did not go on from.
+    """
+    sweep(run.path)
     for leftover in run.checkpoint(0).parent.glob(".step_*.partial"):
         shutil.rmtree(leftover, ignore_errors=True)
-    for path in run.checkpoints()[:-keep_last]:
+    paths = [path for path in run.checkpoints() if step is None or step_of(path) <= step]
+    for path in paths[:-keep_last]:
         if keep_every is None or step_of(path) % keep_every:
             remove_whole(path)
 

@@ -49,8 +49,10 @@ class RunLog:
         for sink in self.sinks:
             sink.close()
 
-    def update(self, step: int, values: dict[str, Any], tokens_per_step: int, flops_per_token: float) -> None:
-        """Log update `step`, of which `values` tell."""
+    def update(
+        self, step: int, values: dict[str, Any], *, tokens: int, tokens_per_step: int, flops_per_token: float
+    ) -> None:
+        """Log update `step`, of which `values` tell; `tokens` were trained on so far."""
         now = time.perf_counter()
         self.seconds.append(now - self.clock)
         self.clock = now
@@ -65,7 +67,7 @@ class RunLog:
         self.progress.advance(1, text, left=seconds * (steps - done), now=logged)
         if logged:
             speeds = {"tokens_per_s": round(speed, 1), "mfu": round(mfu, 4)}
-            self._write({"step": done, "tokens": done * tokens_per_step, **values, **speeds})
+            self._write({"step": done, "tokens": tokens, **values, **speeds})
 
     def validation(self, done: int, values: dict[str, Any], tokens: int) -> None:
         """Log a validation after `done` updates."""

@@ -42,6 +42,12 @@ class TrainingState:
         return self.config.train.batch_size * self.config.train.seq_len
 
 
+def rate_of(config: Config, step: int) -> float:
+    """The learning rate that a recipe has for a step."""
+    optim = config.optim
+    return learning_rate(step, peak=optim.lr, minimum=optim.min_lr, warmup=optim.warmup, total=config.train.steps)
+
+
 def update(run: TrainingState, step: int) -> dict[str, Any]:
     """One optimizer update, from the global batch of `step`; what there is to log of it."""
     settings, optim, world = run.config.train, run.config.optim, run.world
@@ -50,7 +56,7 @@ def update(run: TrainingState, step: int) -> dict[str, Any]:
     rows = world.rows(settings.batch_size)
     order = settings.seed if settings.data_seed is None else settings.data_seed
     batch = run.data.batch("train", seed=order, step=step, batch_size=settings.batch_size, rows=rows)
-    lr = learning_rate(step, peak=optim.lr, minimum=optim.min_lr, warmup=optim.warmup, total=settings.steps)
+    lr = rate_of(run.config, step)
     set_rate(run.optimizer.param_groups, lr, optim.rates)
     total, loads = accumulate(run, batch.to(world.device), step)
     norm = clip_gradients(run.model.parameters(), optim.clip)

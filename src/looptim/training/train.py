@@ -11,10 +11,12 @@ import sys
 import threading
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
+from ..base.console import is_out_of_memory
+from ..base.files import Place
 from ..config import Config
 from ..data import Dataset, open_data, text_of
 from ..loop import Loop
@@ -22,7 +24,7 @@ from ..loop.depth import Fixed
 from ..loop.source import code_of
 from ..model import LoopedLM
 from ..model.count import count, training_flops
-from ..rundir import RunDir
+from ..rundir import RunDir, difference
 from . import checkpoint, distributed
 from .amx import guard_bf16
 from .distributed import World
@@ -31,7 +33,7 @@ from .mesh import Sizes, build, open_mesh
 from .metrics import RunLog, environment
 from .optim import MuonAdamW, describe_groups, parameter_groups
 from .sinks import check_sinks
-from .step import TrainingState, update, validate
+from .step import TrainingState, rate_of, update, validate
 
 
 def train(config: Config, out: str | Path, *, resume: bool = False, force: bool = False, progress: bool = True) -> Path:
@@ -67,14 +69,20 @@ def train(config: Config, out: str | Path, *, resume: bool = False, force: bool 
             folder.check(config, resume=resume, force=force)
 
         world.first_does(claim)
-        first_step = _restore(run) if resume else 0
-        with RunLog(folder, config, world, first_step=first_step, progress=progress) as log:
+        place = Place(folder.path)
+        begin = _restore(run) if resume else Done()
+        if world.first:
+            # A kill after the last checkpoint leaves what only the next to claim the run can clear away.
+            _prune(run, begin.step)
+        with RunLog(folder, config, world, first_step=begin.step, progress=progress) as log:
             # A run that is done keeps the record of the environment that made it.
-            if world.first and first_step < config.train.steps:
+            if world.first and begin.step < config.train.steps:
                 folder.record(config, _environment(run), data.tokenizer)
             try:
-                _loop(run, log, first_step)
-            except torch.OutOfMemoryError:
+                _loop(run, log, begin, place)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
                 rows = config.train.micro_batch or config.train.batch_size // world.size
                 raise ValueError(
                     f"{rows} sequences of {config.train.seq_len} tokens do not fit the memory at a time; set "
@@ -159,33 +167,61 @@ def _introduce(run: TrainingState) -> None:
         print(f"  {group['name']}: {group['kind']}, {size}, weight decay {group['weight_decay']:g}", file=sys.stderr)
 
 
-def _restore(run: TrainingState) -> int:
-    """Load the last complete checkpoint, if there is one; the number of updates done."""
+class Done(NamedTuple):
+    """How far a run has come."""
+
+    step: int = 0
+    """Updates."""
+    tokens: int = 0
+    """Tokens trained on, which need not be so many an update all along."""
+
+
+def _restore(run: TrainingState) -> Done:
+    """Load the last complete checkpoint, if there is one; how far it had come."""
     record = checkpoint.load_latest(run.folder, run.model, run.optimizer, run.world)
     if record is None:
-        return 0
+        return Done()
     if text_of(record["data"]) != text_of(run.data.fingerprint):
         raise ValueError(
             f"the data of {run.folder.path} has changed since its checkpoint; give it the same data, or a new --out"
         )
-    return record["step"]
+    if run.world.first:
+        _show_changes(run, record["step"])
+    # Checkpoints of before tokens were counted are of runs whose batch did not change.
+    settings = record["config"]["train"]
+    tokens = record.get("tokens", record["step"] * settings["batch_size"] * settings["seq_len"])
+    return Done(record["step"], tokens)
 
 
-def _loop(run: TrainingState, log: RunLog, first_step: int) -> None:
-    settings = run.config.train
+def _show_changes(run: TrainingState, step: int) -> None:
+    """Say what --force has changed in the config of a run, above all in its schedule, before it is used."""
+    if not run.folder.config_file.is_file() or step >= run.config.train.steps:
+        return
+    before = run.folder.config()
+    changes = difference(before, run.config)
+    if changes:
+        old, new = rate_of(before, step), rate_of(run.config, step)
+        rate = f"; the learning rate goes on at {new:.3g} instead of {old:.3g}" if old != new else ""
+        print(f"{run.folder.path}: the config has changed ({'; '.join(changes)}){rate}", file=sys.stderr, flush=True)
+
+
+def _loop(run: TrainingState, log: RunLog, begin: Done, place: Place) -> None:
+    settings, tokens = run.config.train, begin.tokens
     flops = _flops(run)
     with StopRequest() as stop:
-        if first_step == 0:
+        if begin.step == 0:
             # The first validation shows what the loops do before anything is learned.
             log.validation(0, validate(run), 0)
-        for step in range(first_step, settings.steps):
-            log.update(step, update(run, step), run.tokens_per_step, flops)
+        for step in range(begin.step, settings.steps):
+            values = update(run, step)
+            tokens += run.tokens_per_step
+            log.update(step, values, tokens=tokens, tokens_per_step=run.tokens_per_step, flops_per_token=flops)
             done = step + 1
             stopping = stop.agreed(run.world)
             if done % settings.valid_every == 0 or done == settings.steps:
-                log.validation(done, validate(run), done * run.tokens_per_step)
+                log.validation(done, validate(run), tokens)
             if done % settings.checkpoint_every == 0 or done == settings.steps or stopping:
-                _save(run, done)
+                _save(run, Done(done, tokens), place)
             if stopping and done < settings.steps:
                 raise KeyboardInterrupt
 
@@ -230,8 +266,15 @@ class StopRequest:
         return bool(world.sum(torch.tensor(int(bool(self.asked)), device=world.device)))
 
 
-def _save(run: TrainingState, step: int) -> None:
-    record = {"config": run.config.model_dump(mode="json"), "data": run.data.fingerprint, **environment(run.world)}
-    checkpoint.save(run.folder, step, run.model, run.optimizer, record, run.world)
+def _save(run: TrainingState, done: Done, place: Place) -> None:
+    run.world.first_does(place.check)
+    config = run.config.model_dump(mode="json")
+    record = {"tokens": done.tokens, "config": config, "data": run.data.fingerprint, **environment(run.world)}
+    checkpoint.save(run.folder, done.step, run.model, run.optimizer, record, run.world)
     if run.world.first:
-        checkpoint.prune(run.folder, keep_last=run.config.train.keep_last, keep_every=run.config.train.keep_every)
+        _prune(run, done.step)
+
+
+def _prune(run: TrainingState, step: int) -> None:
+    settings = run.config.train
+    checkpoint.prune(run.folder, keep_last=settings.keep_last, keep_every=settings.keep_every, step=step)
