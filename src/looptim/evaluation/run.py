@@ -181,7 +181,7 @@ def _run(
     return record
 
 
-def _open(path: Path, loops: int | None, depth: Depth | None) -> Subject:
+def _open(path: Path, loops: int | None, depth: Depth | None = None) -> Subject:
     model, tokenizer = load(path)
     wrapped = wrap(model.to(_device()), loops=loops)
     if depth is not None:
