@@ -60,16 +60,16 @@ def form_of(transition: Transition) -> str:
 def unknown_part(transition: Transition) -> str | None:
     """The part for which a transition cannot run fused; None where it can."""
     projection, rule = transition.projection, transition.rule
-    if not isinstance(projection, StreamRead):
+    if type(projection) is not StreamRead or type(projection.map) is not StreamMap:
         return f"the projection {type(projection).__name__}"
     if transition.features is not rms_features:
         return "features of its own"
-    if transition.write is not None and not isinstance(transition.write, StreamMap):
+    if transition.write is not None and type(transition.write) is not StreamMap:
         return f"the write map {type(transition.write).__name__}"
-    if not isinstance(rule, Descent):
+    if type(rule) is not Descent:
         return f"the rule {type(rule).__name__}"
     for part, constant in ((rule.step, ConstantStep), (rule.decay, ConstantDecay)):
-        if not isinstance(part, constant) and type(part).forward is not ByGate.forward:
+        if type(part) is not constant and type(part).forward is not ByGate.forward:
             return f"the {'step' if part is rule.step else 'decay'} {type(part).__name__}"
     return None
 
