@@ -56,7 +56,7 @@ def test_log_likelihoods_do_not_depend_on_batch_size_or_padding(folder, preset):
     alone = [lm.loglikelihood(ask("loglikelihood", text))[0] for text in TEXTS]
     for other in (*answers.values(), alone):
         for (ours, greedy), (expected, also) in zip(other, answers[1], strict=True):
-            assert ours == pytest.approx(expected, abs=1e-5)
+            assert ours == pytest.approx(expected, rel=1e-6)
             assert greedy == also
 
 
