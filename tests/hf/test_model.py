@@ -449,7 +449,7 @@ def test_where_looptim_is_not_installed_the_error_says_what_to_do(tmp_path):
     done = python(WITHOUT_LOOPTIM + LOAD.format(path=str(tmp_path)), tmp_path)
     assert done.returncode == 1
     assert "ImportError" in done.stderr.splitlines()[-2] + done.stderr.splitlines()[-1]
-    assert "pip install looptim" in done.stderr
+    assert "install it from its repository, with its extra hf" in done.stderr
 
 
 @pytest.mark.slow

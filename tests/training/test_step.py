@@ -91,7 +91,7 @@ def test_without_the_mask_documents_do_see_each_other(source, tmp_path, monkeypa
 @pytest.mark.parametrize("mask", [False, True])
 def test_mfu_claims_only_the_scores_that_documents_leave(source, tmp_path, monkeypatch, mask):
     claimed, log = set(), RunLog.update
-    monkeypatch.setattr(RunLog, "update", lambda *a: claimed.add(a[-1]) or log(*a))
+    monkeypatch.setattr(RunLog, "update", lambda *a, **told: claimed.add(told["flops_per_token"]) or log(*a, **told))
     recipe = masked(source, steps=3, valid_every=3)
     recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"mask_attention": mask})})
     lo.train(recipe, tmp_path / "run", progress=False)

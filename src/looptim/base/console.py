@@ -1,7 +1,8 @@
-"""What a command shows: progress on a terminal, plain lines elsewhere, and tables."""
+"""What a command shows: progress on a terminal, plain lines elsewhere, tables, and JSON."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -105,6 +106,11 @@ def duration(seconds: float) -> str:
     """
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+
+
+def print_json(value: Any) -> None:
+    """Print a value on standard output for another program."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -1,0 +1,90 @@
+"""The verbs that say what there is: transitions, recipes, keys."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import Annotated
+
+import typer
+
+from ..base.console import print_json, print_table
+from .options import Json, Set, Steps, Width, complete_recipe
+
+
+def zoo(
+    json: Json = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
+    width: Width = 64,
+    steps: Steps = 3,
+) -> None:
+    """Print every transition as an optimizer: the paper's comparison table, from the code, with the measured gap."""
+    if json and markdown:
+        raise ValueError("--json and --markdown exclude each other; give one")
+    from ..loop import table
+
+    rows = table.zoo(width, steps)
+    if json:
+        print_json(rows)
+    elif markdown:
+        print(table.markdown(rows))
+    else:
+        if sys.stdout.isatty() and shutil.get_terminal_size().columns < 180:
+            print(table.narrow(rows))
+        else:
+            print_table(list(table.COLUMNS.values()), [table.cells(row) for row in rows])
+        print(table.FOOTNOTE)
+
+
+def diagnose(
+    name: Annotated[str, typer.Argument(metavar="PRESET", help="A transition's name, as `looptim zoo` lists them.")],
+    json: Json = False,
+    width: Width = 64,
+    steps: Steps = 3,
+) -> None:
+    """Say whether a transition writes through the map it reads with, and what to do if it does not."""
+    import dataclasses
+
+    import looptim
+
+    loop = looptim.build(name, width=width, steps=steps)
+    verdict = looptim.diagnose(loop)
+    if json:
+        print_json({**dataclasses.asdict(verdict), "sentence": str(verdict)})
+    else:
+        print(looptim.describe(loop))
+        print(verdict)
+
+
+def recipes(json: Json = False) -> None:
+    """List the recipes and studies that come with looptim, by the names that other verbs take."""
+    from ..recipe import shipped, summary
+
+    kinds = {"recipes": "recipe", "studies": "study"}
+    rows = [[kinds[kind], name, summary(path)] for kind in kinds for name, path in shipped(kind).items()]
+    if json:
+        print_json([dict(zip(("kind", "name", "summary"), row, strict=True)) for row in rows])
+    else:
+        print_table(["kind", "name", "what it is"], rows)
+
+
+def config(
+    recipe: Annotated[
+        str | None,
+        typer.Argument(metavar="RECIPE", help="Print its values beside the defaults.", autocompletion=complete_recipe),
+    ] = None,
+    set: Set = None,
+    json: Json = False,
+) -> None:
+    """List every key of a recipe with its type, default and meaning, and with the value a recipe gives it."""
+    from ..recipe import keys, load_config, values_of
+
+    if set and recipe is None:
+        raise ValueError("--set changes a recipe; give one too, such as nano")
+    given = {} if recipe is None else values_of(load_config(recipe, set=set or ()))
+    rows = [key._asdict() | ({} if recipe is None else {"value": given[key.name]}) for key in keys()]
+    order = ["name", *([] if recipe is None else ["value"]), "default", "type", "meaning"]
+    if json:
+        print_json([{name: row[name] for name in order} for row in rows])
+    else:
+        print_table(order, [[row[name] for name in order] for row in rows])

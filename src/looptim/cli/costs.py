@@ -1,0 +1,137 @@
+"""The verbs that say what something costs before anything is trained."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..base.console import print_json, print_table
+from .options import Json, Recipe, Set
+
+
+def count(
+    recipe: Recipe,
+    against: Annotated[str | None, typer.Option(metavar="RECIPE", help="Print ratios to another recipe.")] = None,
+    set: Set = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Sequence length; the recipe's by default.")] = None,
+    json: Json = False,
+) -> None:
+    """Count parameters, FLOPs and cache bytes by component, and as ratios to another recipe, without allocating."""
+    import looptim
+
+    from ..model.count import (
+        COMPONENT_HEAD,
+        CONVENTION_HEAD,
+        component_cells,
+        convention_cells,
+        training_flops,
+    )
+
+    config = looptim.load_config(recipe, set=set or ())
+    ours = looptim.count(config, seq_len=seq_len)
+    other = looptim.count(looptim.load_config(against), seq_len=seq_len) if against else None
+    if json:
+        ratios = ours.ratios(other) if other else None
+        print_json({**ours.as_dict(), "ratios": ratios})
+        return
+    print(f"{recipe}: {ours.name}, {ours.distinct_blocks} distinct blocks, depth {ours.depth}, {ours.seq_len} tokens")
+    print_table(COMPONENT_HEAD, component_cells(ours))
+    header = [*CONVENTION_HEAD, *([f"ratio to {against}"] if other else [])]
+    print_table(header, convention_cells(ours, other))
+    print(f"training FLOPs per token: {3 * sum(ours.flops.values()):,.0f} (three forward passes)")
+    if config.train.loops.readouts:
+        print(f"with {config.train.loops.readouts} earlier read-outs: {training_flops(config):,.0f}")
+    print(f"KV cache: {ours.kv_bytes_per_token:,} bytes per token while no window is full (bf16, a slot per layer)")
+    if config.data.mask_attention:
+        print("attention scores are those of one document a sequence; data.mask_attention leaves fewer in training")
+
+
+def plan(
+    recipe: Recipe,
+    gpus: Annotated[int, typer.Option(min=1, help="How many GPUs there will be, over all nodes.")],
+    nodes: Annotated[int, typer.Option(min=1, help="On how many nodes they are.")] = 1,
+    set: Set = None,
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option("--gpu", metavar="KEY=VALUE", help="Assume another memory, bf16, fp32, utilization, inside, ..."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Say what a training takes on GPUs that are not here: memory, traffic and time of an update, on every mesh."""
+    import looptim
+
+    from ..training.plan_table import COLLECTIVES, COLUMNS, bars, cells, collective_cells, parse_gpu, verdict
+
+    answer = looptim.plan(looptim.load_config(recipe, set=set or ()), gpus=gpus, nodes=nodes, gpu=parse_gpu(gpu or ()))
+    if json:
+        print_json(answer)
+        return
+    print(f"{recipe}: {answer['model']} on {gpus} GPUs, {nodes} nodes; times assume {answer['assumed']}")
+    print_table(list(COLUMNS), [cells(mesh) for mesh in answer["meshes"]])
+    print(bars(answer))
+    print_table(list(COLLECTIVES), [row for mesh in answer["meshes"] for row in collective_cells(mesh)])
+    print(verdict(answer))
+
+
+def bench(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="PRESET", help="Transitions to measure; one of each kind by default.")
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RECIPE",
+            help="Measure in this recipe's model; by default in four dense blocks of width 256, looped three times.",
+        ),
+    ] = None,
+    set: Set = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds in which all transitions take their turn.")] = 9,
+    suite: Annotated[bool, typer.Option("--suite", help="Measure all that is watched, peers included.")] = False,
+    baseline: Annotated[
+        Path | None, typer.Option(help="With --suite: fail where this JSON of --suite --json was better.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Measure what a transition costs here: time, FLOPs and parameters of a training step over the vanilla loop's."""
+    import looptim
+
+    if suite or baseline:
+        if not suite or names or recipe or set:
+            raise ValueError("--baseline goes with --suite, which takes no PRESET, --recipe or --set; leave them out")
+        _bench_suite(repeats, baseline, json=json)
+        return
+    from ..training.bench import COLUMNS, cells
+
+    if set and not recipe:
+        raise ValueError("--set changes a recipe; give --recipe too, such as --recipe nano")
+    answer = looptim.bench(names or (), looptim.load_config(recipe, set=set or ()) if recipe else None, repeats=repeats)
+    if json:
+        print_json(answer)
+        return
+    print(f"{answer['model']}; {answer['device']}, {answer['threads']} threads")
+    print(f"vanilla: {answer['seconds']:.3g} s for {answer['tokens']:,} tokens, forward + backward")
+    print(f"MFU is of {answer['gemm_peak'] / 1e9:,.0f} GFLOP/s, a large matmul; all else is a ratio to vanilla")
+    print_table(list(COLUMNS), [cells(row) for row in answer["rows"]])
+
+
+def _bench_suite(repeats: int, baseline: Path | None, *, json: bool) -> None:
+    try:
+        from ..hf.bench import COLUMNS, as_json, processor, regressions, suite
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--suite needs {error.name}; pip install 'looptim[hf]'") from None
+    measures = suite(repeats=repeats)
+    if json:
+        print(as_json(measures), end="")
+    else:
+        print(f"{processor()}; medians and quartiles of {repeats} rounds")
+        print_table(list(COLUMNS), [measure.cells for measure in measures])
+    if baseline is not None:
+        worse = regressions(measures, baseline)
+        if worse is None:
+            print(f"{baseline} is of another kind of processor: nothing is compared", file=sys.stderr)
+        elif worse:
+            print("\n".join(["worse than the baseline:", *worse]), file=sys.stderr)
+            raise typer.Exit(1)

@@ -1,0 +1,91 @@
+"""The verbs that train."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .options import Recipe, Set, StopError, complete_study
+
+if TYPE_CHECKING:
+    from ..config import Config
+
+
+def demo(
+    out: Annotated[str, typer.Option(metavar="DIR", help="Where the runs and pages go.")] = "runs/demo",
+) -> None:
+    """Show what looptim does, in a few minutes: a mismatch found, two models trained, a page that looks inside."""
+    import looptim
+
+    looptim.demo(out)
+
+
+def train(
+    recipe: Recipe,
+    out: Annotated[str, typer.Option(metavar="DIR", help="The run directory.")],
+    set: Set = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last complete checkpoint.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Resume although the config has changed.")] = False,
+    export: Annotated[bool, typer.Option(help="Write DIR/model for transformers at the end.")] = True,
+) -> None:
+    """Train the model of a recipe, under torchrun on many processes, and export it for transformers."""
+    import looptim
+
+    from ..training.distributed import ElsewhereError
+
+    # A missing package is reported now, not when the training is over.
+    if export and importlib.util.find_spec("transformers") is None:
+        raise ValueError("the export at the end needs transformers; pip install 'looptim[hf]', or give --no-export")
+
+    try:
+        run = looptim.train(_load_once(recipe, set or ()), out, resume=resume, force=force)
+    except KeyboardInterrupt:
+        raise StopError(f"stopped; the same command with --resume continues {out}") from None
+    except ElsewhereError:
+        # The process that failed has printed the reason.
+        raise typer.Exit(2) from None
+    if export and os.environ.get("RANK", "0") == "0":
+        print(f"{run}: trained; {looptim.export(run)} loads in transformers")
+
+
+def _load_once(recipe: str, set: list[str] | tuple[str, ...]) -> Config:
+    """The config of a recipe; of many processes the first says what is wrong with it, and the others stop."""
+    from ..recipe import load_config
+
+    if "RANK" in os.environ:
+        from ..training import distributed
+
+        distributed.start().first_does(lambda: load_config(recipe, set=set))
+    return load_config(recipe, set=set)
+
+
+def study(
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE", help="A shipped study, such as main, or a TOML file.", autocompletion=complete_study
+        ),
+    ],
+    out: Annotated[str, typer.Option(metavar="DIR", help="Where the table, the figures and the page go.")],
+    scale: Annotated[str | None, typer.Option(help="A size the file names, such as smoke.", metavar="NAME")] = None,
+    set: Set = None,
+    runs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Where the runs go; studies given the same folder share runs. DIR/runs by default."
+        ),
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="How many runs are trained at the same time.")] = 1,
+) -> None:
+    """Compare transitions over seeds; finished runs are skipped, and the same command continues what was cut."""
+    import looptim
+
+    try:
+        page = looptim.study(file, out, scale=scale, set=set or (), runs=runs, jobs=jobs)
+    except KeyboardInterrupt:
+        raise StopError(f"stopped; the same command continues {out}") from None
+    print((page.parent / "results.md").read_text(encoding="utf-8"))
+    print(page)
