@@ -266,7 +266,8 @@ class TrainConfig(Strict):
 class DataConfig(Strict):
     """Where the tokens come from and how they are cut; `docs/data.md` has the forms of `source`."""
 
-    source: str = Field("stdlib", description="stdlib, a path or glob, hf:NAME or synthetic:NAME.")
+    source: str = Field("stdlib", description="stdlib, a path or glob, hf:NAME, synthetic:NAME, or mixture.")
+    mixture: dict[str, float] = Field({}, description="Of the source mixture: other sources, with their weights.")
     field: str = Field("text", description="The field of jsonl, parquet and hf: rows that holds the text.")
     split: str = Field("train", description="The split of an hf: dataset.")
     name: str | None = Field(None, description="The configuration of an hf: dataset.")

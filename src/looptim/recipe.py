@@ -145,6 +145,8 @@ def _on_top(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         before, after, both = (_table(values, path) for values in (base, over, merged))
         if name in after and after[name] != before.get(name) and "options" in both:
             both["options"] = after.get("options", {})
+    if "mixture" in _table(over, ("data",)):
+        _table(merged, ("data",))["mixture"] = _table(over, ("data",))["mixture"]
     return merged
 
 

@@ -177,7 +177,7 @@ def test_bpe_is_trained_once_and_cached(corpus, cache, open_, monkeypatch):
     assert dataset.tokenizer.vocab_size <= 400
     assert int(dataset._streams["train"].tokens.max()) < 400
     monkeypatch.setattr(opening.Tokenizer, "train", None)
-    monkeypatch.setattr(opening, "_pack", None)
+    monkeypatch.setattr(opening, "pack", None)
     again = open_(corpus, tokenizer="bpe", vocab_size=400, seq_len=32, mask_boundaries=True)
     assert again.fingerprint == dataset.fingerprint
     assert again.tokenizer.encode("loop state") == dataset.tokenizer.encode("loop state")
@@ -190,7 +190,7 @@ def test_the_cache_goes_by_content_not_by_name_or_time(corpus, tmp_path, open_, 
     os.utime(corpus, (1, 1))
     corpus.rename(tmp_path / "moved.jsonl")
     with monkeypatch.context() as patch:
-        patch.setattr(opening, "_pack", None)
+        patch.setattr(opening, "pack", None)
         moved = open_(tmp_path / "moved.jsonl")
     assert moved.fingerprint["content"] == first.fingerprint["content"]
     with open(tmp_path / "moved.jsonl", "a") as file:
@@ -282,27 +282,27 @@ def test_processes_that_race_agree(corpus, cache, open_, monkeypatch):
 
 
 def test_the_loser_of_a_race_uses_the_winners(corpus, open_, monkeypatch):
-    pack = opening._pack
+    pack = opening.pack
 
     def slow(corpus_, tokenizer, folder, progress):
         pack(corpus_, tokenizer, folder, progress)
-        monkeypatch.setattr(opening, "_pack", pack)
+        monkeypatch.setattr(opening, "pack", pack)
         open_(corpus)
 
-    monkeypatch.setattr(opening, "_pack", slow)
+    monkeypatch.setattr(opening, "pack", slow)
     dataset = open_(corpus)
     assert dataset.num_windows("train") > 0
 
 
 def test_files_that_change_while_they_are_packed_are_refused(corpus, cache, open_, monkeypatch):
-    pack = opening._pack
+    pack = opening.pack
 
     def slow(*arguments):
         pack(*arguments)
         with open(corpus, "a") as file:
             file.write('{"text": "late"}\n')
 
-    monkeypatch.setattr(opening, "_pack", slow)
+    monkeypatch.setattr(opening, "pack", slow)
     with pytest.raises(ValueError, match="changed while they were read"):
         open_(corpus)
     assert not list((cache / "packed").iterdir())

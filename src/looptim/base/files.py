@@ -88,6 +88,15 @@ def whole_folder(path: Path, *, replace: bool = False, aside: Path | None = None
         sync(path.parent)
 
 
+@contextlib.contextmanager
+def scratch_folder(path: Path, *, aside: Path | None = None) -> Iterator[Path]:
+    """A folder beside `path` that is gone in the end; what a killed process leaves of it, the next one sweeps."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _aside(path, aside) as folder:
+        folder.mkdir()
+        yield folder
+
+
 def remove_whole(path: Path) -> None:
     """Delete a folder so that a kill in between leaves none that looks complete."""
     with _aside(path) as aside:
@@ -114,13 +123,17 @@ def _aside(path: Path, given: Path | None = None) -> Iterator[Path]:
     """A free name beside `path`; whatever has it in the end is deleted, and so is what killed processes left."""
     for left in path.parent.glob(f".{path.name}.*.partial"):
         _sweep(left)
-    name = f".{path.name}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}.partial"
-    aside = given or path.with_name(name)
+    aside = given or aside_name(path)
     _delete(aside)
     try:
         yield aside
     finally:
         _delete(aside)
+
+
+def aside_name(path: Path) -> Path:
+    """A free name beside `path`, by which `sweep` knows whose it is."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}.partial")
 
 
 def sweep(folder: Path) -> None:

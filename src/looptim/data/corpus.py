@@ -16,12 +16,15 @@ from ..config import DataConfig
 from .cache import digest, writing
 from .files import Document
 from .sources import Source, find_source, find_valid_source
+from .together import ALONE, Crew, shared_folder
 
 Split = Literal["train", "valid"]
 SPLITS: tuple[Split, Split] = ("train", "valid")
 
 _FORMAT = 1
 """Part of every key of the cache; to be raised when the same text would be cut differently."""
+_BLOCK = 1 << 24
+"""Bytes of a file read at a time."""
 
 
 @final
@@ -56,6 +59,13 @@ class Corpus:
             for document in self.valid_source.documents():
                 yield document, "valid", document.pieces()
 
+    def part(self, number: int, parts: int) -> Corpus:
+        """One of so many parts, which in their order are the whole; the last has the source of its own, if any."""
+        valid_source = self.valid_source if number == parts - 1 else None
+        characters = None if self.characters is None else self.characters // parts
+        part = self.source.part(number, parts)
+        return dataclasses.replace(self, source=part, valid_source=valid_source, characters=characters)
+
     def sample(self, characters: int) -> Iterator[str]:
         """Pieces of the training split, about so many characters of it in all, spread over the whole of it."""
         rate = 1.0 if self.characters is None else characters / self.characters
@@ -75,14 +85,14 @@ def held_out(document: Document, fraction: float, fold: int) -> Split:
     return "valid" if fold * fraction <= place < (fold + 1) * fraction else "train"
 
 
-def find_corpus(config: DataConfig, *, cache: Path, progress: bool) -> Corpus:
+def find_corpus(config: DataConfig, *, cache: Path, progress: bool, crew: Crew = ALONE) -> Corpus:
     """The corpus a config names; files are read through once, and again only if they changed."""
     source, valid_source = find_source(config), find_valid_source(config)
     sources = [source] if valid_source is None else [source, valid_source]
     fraction = config.valid_fraction if valid_source is None else 0.0
     fold = config.valid_fold
     by = "document" if valid_source is None else "source"
-    scans = [_scan(each, fraction, fold, cache, progress) for each in sources if each.scannable]
+    scans = [_scan(each, fraction, fold, cache, progress, crew) for each in sources if each.scannable]
     if len(scans) < len(sources):
         key = digest([_FORMAT, by, fraction, fold, [each.signature for each in sources]])
         return Corpus(source, valid_source, fraction, fold, by, key, None)
@@ -107,29 +117,50 @@ class _Scan:
     valid: int
 
 
-def _scan(source: Source, fraction: float, fold: int, cache: Path, progress: bool) -> _Scan:
-    """The hash of a source's documents, remembered by what the files look like from outside."""
+def _scan(source: Source, fraction: float, fold: int, cache: Path, progress: bool, crew: Crew) -> _Scan:
+    """The hash of a source's documents, remembered by what the files look like from outside; all processes read."""
     memo = cache / "scans" / f"{digest([_FORMAT, source.signature, fraction, fold])}.json"
-    if memo.is_file():
-        try:
-            return _Scan(**json.loads(memo.read_text()))
-        except (OSError, ValueError, TypeError) as error:
-            raise ValueError(f"{memo} is not what looptim wrote; delete it") from error
-    content, characters, counts = hashlib.sha256(), 0, {"train": 0, "valid": 0}
-    with Progress(f"reading {source.name}", show=progress) as shown:
-        for document in source.documents():
-            content.update(document.digest)
+    if not crew.gather(memo.is_file())[0]:
+        with writing(cache), shared_folder(memo, crew, keep=False) as folder:
+            counts = crew.gather(crew.all_do(lambda: _read_part(source, fraction, fold, folder, progress, crew)))
+            train, valid, characters = (sum(column) for column in zip(*counts, strict=True))
+            content = crew.first_does(lambda: hash_files([folder / str(part) for part in range(crew.size)]))
+        if not characters:
+            raise ValueError(
+                f"data source {source.name!r} holds no text: all it names is empty; give files with text in them"
+            )
+        text = json.dumps({"content": content, "characters": characters, "train": train, "valid": valid})
+        with writing(cache):
+            crew.first_does(lambda: write_whole(memo, text))
+    try:
+        return _Scan(**json.loads(memo.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{memo} is not what looptim wrote; delete it") from error
+
+
+def _read_part(
+    source: Source, fraction: float, fold: int, folder: Path, progress: bool, crew: Crew
+) -> tuple[int, int, int]:
+    """Note the digests of this process's documents; how many are of each split, and how many characters they have."""
+    characters, counts = 0, {"train": 0, "valid": 0}
+    show = progress and crew.rank == 0
+    with (folder / str(crew.rank)).open("wb") as file, Progress(f"reading {source.name}", show=show) as shown:
+        for document in source.part(crew.rank, crew.size).documents():
+            file.write(document.digest)
             characters += document.length
             counts[held_out(document, fraction, fold)] += 1
             shown.advance(document.length)
-    if not characters:
-        raise ValueError(
-            f"data source {source.name!r} holds no text: all it names is empty; give files with text in them"
-        )
-    scan = _Scan(content.hexdigest(), characters, **counts)
-    with writing(cache):
-        write_whole(memo, json.dumps(dataclasses.asdict(scan)))
-    return scan
+    return counts["train"], counts["valid"], characters
+
+
+def hash_files(paths: Iterable[Path]) -> str:
+    """The SHA-256 of files one after the other."""
+    content = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                content.update(block)
+    return content.hexdigest()
 
 
 def _cut(document: Document, fraction: float, *, tail: bool) -> Iterator[str]:

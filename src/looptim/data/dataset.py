@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
 
 import numpy as np
 import torch
@@ -13,7 +12,6 @@ import torch
 from ..model import IGNORE, document_lengths, document_starts
 from .corpus import SPLITS, Split
 from .permutation import permute
-from .shards import Shard
 from .tasks import Task
 from .tokenizer import Tokenizer
 
@@ -103,13 +101,27 @@ def _more_windows(split: Split) -> str:
     return f"{more}, or lower train.seq_len or train.batch_size"
 
 
+class Stream(Protocol):
+    """Tokens of documents one after the other."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The tokens from `start` to `stop`."""
+        ...
+
+    def document_ends(self, start: int, stop: int) -> np.ndarray | None:
+        """Whether each of these tokens ends a document; None where the end token tells."""
+        ...
+
+
 @final
 class PackedDataset(Dataset):
-    """Windows of packed shards; a window's last target is the next one's first token."""
+    """Windows of packed documents; a window's last target is the next one's first token."""
 
     def __init__(
         self,
-        folder: Path,
+        streams: Mapping[Split, Stream],
         *,
         seq_len: int,
         tokenizer: Tokenizer,
@@ -118,7 +130,7 @@ class PackedDataset(Dataset):
     ):
         self.seq_len, self.tokenizer, self.fingerprint = seq_len, tokenizer, fingerprint
         self.mask_boundaries = mask_boundaries
-        self._streams = {split: Shard(folder / f"{split}.bin") for split in SPLITS}
+        self._streams = streams
 
     def num_tokens(self, split: Split) -> int:
         _check_split(split)
@@ -137,10 +149,12 @@ class PackedDataset(Dataset):
             places[here] = permute(samples[here] % size, size=size, seed=seed, epoch=int(epoch))
         stream, width = self._streams[split], self.seq_len
         packed = np.empty((len(samples), width + 1), dtype=np.int64)
-        for row, place in zip(packed, places, strict=True):
+        ends = np.empty((len(samples), width), dtype=bool)
+        for row, last, place in zip(packed, ends, places, strict=True):
             row[:] = stream.read(place * width, place * width + width + 1)
+            known = stream.document_ends(place * width, place * width + width)
+            last[:] = row[:-1] == self.tokenizer.eos if known is None else known
         tokens, targets = packed[:, :-1].copy(), packed[:, 1:].copy()
-        ends = tokens == self.tokenizer.eos
         if self.mask_boundaries:
             targets[ends] = IGNORE
         return tokens, targets, ends.cumsum(1) - ends

@@ -2,66 +2,126 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 from ..base.console import Progress
-from ..base.files import whole_folder, write_whole
+from ..base.files import whole_folder
 from ..config import DataConfig
 from .cache import cache_folder, digest, writing
 from .corpus import SPLITS, Corpus, Split, find_corpus
-from .dataset import Dataset, PackedDataset
+from .dataset import Dataset, PackedDataset, Stream
 from .deref import DerefDataset
-from .shards import ShardWriter
+from .mixture import MixedDataset, check_mixture
+from .pack import pack, pack_together
+from .shards import Shard
 from .sources import find_source, find_valid_source
 from .synthetic import SyntheticDataset
 from .tasks import find_task
+from .together import ALONE, Crew, shared_folder
 from .tokenizer import Tokenizer
+from .tokens import TokenFile, TokenStream, check_vocabulary, find_tokens, scan_tokens
 
 _SAMPLE = 32 << 20
 """Characters a tokenizer is trained on at most."""
-_TOGETHER = 4 << 20
-"""Characters tokenized at a time."""
 
 
-def open_data(config: DataConfig, *, vocab_size: int, seq_len: int, progress: bool = True) -> Dataset:
-    """The dataset a config names: tokenized and packed on first use, memory-mapped from the cache afterwards."""
+def open_data(
+    config: DataConfig, *, vocab_size: int, seq_len: int, progress: bool = True, crew: Crew = ALONE
+) -> Dataset:
+    """The dataset a config names: tokenized and packed on first use, memory-mapped from the cache afterwards.
+
+    Of a `crew` of processes every one must call it, and each reads and tokenizes its part.
+    """
     if seq_len < 1:
         raise ValueError(f"seq_len {seq_len} must be at least 1")
+    if config.source == "mixture" or config.mixture:
+        check_mixture(config)
+        return _open_mixture(config, vocab_size=vocab_size, seq_len=seq_len, progress=progress, crew=crew)
     if config.source.startswith("synthetic:"):
-        if config.valid_source is not None:
-            raise ValueError(
-                f"data.valid_source {config.valid_source!r} cannot go with {config.source!r}; leave it out"
-            )
-        if config.source == "synthetic:deref":
-            _check_size(Tokenizer.bytes(), config, vocab_size)
-            return DerefDataset(config.options, seq_len=seq_len)
-        task = find_task(config.source.removeprefix("synthetic:"))
-        # A task has no text to train a BPE on, and its digits must stay apart.
-        tokenizer = Tokenizer.bytes() if config.tokenizer == "bpe" else _given_tokenizer(config)
-        _check_size(tokenizer, config, vocab_size)
-        return SyntheticDataset(
-            task, config.options, seq_len=seq_len, tokenizer=tokenizer, mask_boundaries=config.mask_boundaries
-        )
+        return _open_task(config, vocab_size=vocab_size, seq_len=seq_len)
+    files = find_tokens(config.source, config)
     cache = cache_folder(config.cache)
+    if files is not None:
+        return _open_tokens(files, config, vocab_size=vocab_size, seq_len=seq_len, progress=progress, crew=crew)
     given = None if config.tokenizer == "bpe" else _given_tokenizer(config)
     if given is not None:
         _check_size(given, config, vocab_size)
-    corpus = find_corpus(config, cache=cache, progress=progress)
-    tokenizer = given or _trained_tokenizer(corpus, vocab_size, cache, progress)
+    corpus = find_corpus(config, cache=cache, progress=progress, crew=crew)
+    tokenizer = given or _trained_tokenizer(corpus, vocab_size, cache, progress=progress, crew=crew)
     folder = cache / "packed" / digest([corpus.key, tokenizer.hash])
-    if not folder.is_dir():
-        with writing(cache), whole_folder(folder) as aside:
-            _pack(corpus, tokenizer, aside, progress)
-            _check_unchanged(corpus, config)
+    # One process decides for all: another would see what that one has made since.
+    if not crew.gather(folder.is_dir())[0]:
+        with writing(cache), shared_folder(folder, crew, keep=True) as aside:
+            if crew.size == 1:
+                pack(corpus, tokenizer, aside, progress)
+            else:
+                pack_together(corpus, tokenizer, aside, crew, progress=progress)
+            crew.first_does(lambda: _check_unchanged(corpus, config))
+    fingerprint = _fingerprint(folder, config)
     return PackedDataset(
-        folder,
+        {split: Shard(folder / f"{split}.bin") for split in SPLITS},
         seq_len=seq_len,
         tokenizer=tokenizer,
-        fingerprint=_fingerprint(folder, config),
+        fingerprint=fingerprint,
+        mask_boundaries=config.mask_boundaries,
+    )
+
+
+def _open_mixture(config: DataConfig, *, vocab_size: int, seq_len: int, progress: bool, crew: Crew) -> MixedDataset:
+    parts = {}
+    for name in config.mixture:
+        alone = config.model_copy(update={"source": name, "mixture": {}})
+        parts[name] = open_data(alone, vocab_size=vocab_size, seq_len=seq_len, progress=progress, crew=crew)
+    return MixedDataset(parts, config.mixture)
+
+
+def _open_task(config: DataConfig, *, vocab_size: int, seq_len: int) -> Dataset:
+    if config.valid_source is not None:
+        raise ValueError(f"data.valid_source {config.valid_source!r} cannot go with {config.source!r}; leave it out")
+    if config.source == "synthetic:deref":
+        _check_size(Tokenizer.bytes(), config, vocab_size)
+        return DerefDataset(config.options, seq_len=seq_len)
+    task = find_task(config.source.removeprefix("synthetic:"))
+    # A task has no text to train a BPE on, and its digits must stay apart.
+    tokenizer = Tokenizer.bytes() if config.tokenizer == "bpe" else _given_tokenizer(config)
+    _check_size(tokenizer, config, vocab_size)
+    return SyntheticDataset(
+        task, config.options, seq_len=seq_len, tokenizer=tokenizer, mask_boundaries=config.mask_boundaries
+    )
+
+
+def _open_tokens(
+    files: list[TokenFile], config: DataConfig, *, vocab_size: int, seq_len: int, progress: bool, crew: Crew
+) -> PackedDataset:
+    """Tokens as they are, of which the last `valid_fraction` is held out where validation has no files of its own."""
+    if config.tokenizer == "bpe" or config.valid_fold:
+        raise ValueError(
+            f"data source {config.source!r} is tokens already: set data.tokenizer to what made them (bytes, a "
+            "tokenizer.json or hf:NAME), and leave data.valid_fold out"
+        )
+    tokenizer, cache = _given_tokenizer(config), cache_folder(config.cache)
+    _check_size(tokenizer, config, vocab_size)
+    held_out = None if config.valid_source is None else find_tokens(config.valid_source, config)
+    if config.valid_source is not None and held_out is None:
+        raise ValueError(f"data.valid_source {config.valid_source!r} must be tokens (.bin) too, as data.source is")
+    scan = scan_tokens([*files, *(held_out or ())], cache, crew=crew, progress=progress)
+    check_vocabulary([*files, *(held_out or ())], scan, vocab_size)
+    total = sum(len(file.tokens) for file in files)
+    kept = total - round(total * config.valid_fraction) if held_out is None else total
+    streams: dict[Split, Stream] = {
+        "train": TokenStream(files, 0, kept),
+        "valid": TokenStream(files, kept) if held_out is None else TokenStream(held_out),
+    }
+    split_by = f"the last {config.valid_fraction:g}" if held_out is None else "source"
+    fingerprint = {"source": config.source, "split_by": split_by, "content": scan.content, "tokenizer": tokenizer.hash}
+    fingerprint |= {f"{split}_tokens": len(stream) for split, stream in streams.items()}
+    return PackedDataset(
+        streams,
+        seq_len=seq_len,
+        tokenizer=tokenizer,
+        fingerprint=fingerprint,
         mask_boundaries=config.mask_boundaries,
     )
 
@@ -84,9 +144,12 @@ def _check_size(tokenizer: Tokenizer, config: DataConfig, vocab_size: int) -> No
         )
 
 
-def _trained_tokenizer(corpus: Corpus, vocab_size: int, cache: Path, progress: bool) -> Tokenizer:
+def _trained_tokenizer(corpus: Corpus, vocab_size: int, cache: Path, *, progress: bool, crew: Crew) -> Tokenizer:
     path = cache / "tokenizers" / digest([corpus.key, vocab_size, _SAMPLE]) / "tokenizer.json"
-    if not path.parent.is_dir():
+
+    def train() -> None:
+        if path.parent.is_dir():
+            return
         total = corpus.characters and min(_SAMPLE, corpus.characters)
         with Progress(f"training a tokenizer on {corpus.source.name}", total, show=progress) as shown:
 
@@ -98,72 +161,12 @@ def _trained_tokenizer(corpus: Corpus, vocab_size: int, cache: Path, progress: b
             tokenizer = Tokenizer.train(texts(), vocab_size=vocab_size)
         with writing(cache), whole_folder(path.parent) as aside:
             tokenizer.save(aside)
+
+    crew.first_does(train)
     try:
         return Tokenizer.load(path)
     except ValueError as error:
         raise ValueError(f"the cached tokenizer {path} is damaged; delete its folder and it is made anew") from error
-
-
-def _pack(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: bool) -> None:
-    """Both splits of a corpus as shards, with what is to be known of them in meta.json."""
-    content, held_out, valid_bytes = hashlib.sha256(), hashlib.sha256(), 0
-    with contextlib.ExitStack() as stack:
-        title = f"tokenizing {corpus.source.name}"
-        shown = stack.enter_context(Progress(title, corpus.characters, show=progress))
-        writers: dict[Split, ShardWriter] = {}
-        for split in SPLITS:
-            writers[split] = ShardWriter(folder / f"{split}.bin", vocab_size=tokenizer.vocab_size)
-            stack.callback(writers[split].abandon)
-        waiting: list[tuple[Split, str, bool]] = []
-        size, last = 0, None
-        for document, split, pieces in corpus.parts():
-            if document is not last:
-                content.update(document.digest)
-                last = document
-            started = False
-            for piece in pieces:
-                started = True
-                if split == "valid":
-                    held_out.update(text := piece.encode())
-                    valid_bytes += len(text)
-                waiting.append((split, piece, False))
-                size += len(piece)
-                if size >= _TOGETHER:
-                    _flush(waiting, writers, tokenizer)
-                    shown.advance(size)
-                    size = 0
-            if started:
-                waiting.append((split, "", True))
-        _flush(waiting, writers, tokenizer)
-        shown.advance(size)
-        for writer in writers.values():
-            writer.close()
-    _check_packed(corpus, writers)
-    meta: dict[str, Any] = {"split_by": corpus.by, "content": content.hexdigest(), "tokenizer": tokenizer.hash}
-    for split, writer in writers.items():
-        meta |= {f"{split}_tokens": writer.tokens, f"{split}_documents": writer.documents}
-    meta |= {"valid_bytes": valid_bytes, "valid_hash": held_out.hexdigest()}
-    write_whole(folder / "meta.json", json.dumps(meta, indent=2) + "\n")
-
-
-def _flush(waiting: list[tuple[Split, str, bool]], writers: dict[Split, ShardWriter], tokenizer: Tokenizer) -> None:
-    encoded = tokenizer.encode_many([text for _, text, _ in waiting])
-    for (split, _, end), tokens in zip(waiting, encoded, strict=True):
-        writers[split].add([tokenizer.eos] if end else tokens, end=end)
-    waiting.clear()
-
-
-def _check_packed(corpus: Corpus, writers: dict[Split, ShardWriter]) -> None:
-    """What only a stream can still get wrong: files have been read before."""
-    if not writers["train"].tokens and not writers["valid"].tokens:
-        raise ValueError(f"data source {corpus.source.name!r} holds no text; check data.split and data.field")
-    train, valid = writers["train"].documents, writers["valid"].documents
-    held_out = corpus.characters is None and corpus.fraction > 0
-    if held_out and not (train and valid):
-        raise ValueError(
-            f"the {train + valid} documents of {corpus.source.name!r} leave a split empty at data.valid_fraction "
-            f"{corpus.fraction}; change it, or set data.valid_source or options.valid_split"
-        )
 
 
 def _check_unchanged(corpus: Corpus, config: DataConfig) -> None:

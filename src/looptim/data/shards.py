@@ -90,6 +90,9 @@ class Shard:
                 )
         return self.tokens[start:stop]
 
+    def document_ends(self, start: int, stop: int) -> None:
+        """None: every document was packed with an end token."""
+
     def _open(self) -> np.ndarray:
         path, way_out = self._path, self._way_out
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import difflib
@@ -10,13 +11,15 @@ import itertools
 import os
 import platform
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from ..config import DataConfig
 from .cache import digest
 from .files import Document, read_documents, row_document
+
+T = TypeVar("T")
 
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -28,9 +31,19 @@ class Source:
 
     name: str
     signature: str
-    documents: Callable[[], Iterator[Document]]
+    read: Callable[[int, int], Iterator[Document]]
+    """The documents of one of so many parts, which in their order are the whole."""
     scannable: bool
     """Whether reading everything once more than needed is fine: files are, what is streamed over a network is not."""
+    share: tuple[int, int] = (0, 1)
+    """Which part this is, of how many."""
+
+    def documents(self) -> Iterator[Document]:
+        return self.read(*self.share)
+
+    def part(self, number: int, parts: int) -> Source:
+        """One of so many parts, which may be empty."""
+        return dataclasses.replace(self, share=(number, parts))
 
 
 def find_source(config: DataConfig) -> Source:
@@ -65,15 +78,33 @@ def _local(source: str, config: DataConfig) -> Source:
             f"data.options {sorted(config.options)} mean nothing to source {source!r}; "
             "they belong to hf: and synthetic: sources"
         )
-    paths = _library() if source == "stdlib" else _match(source)
+    paths = _library() if source == "stdlib" else match_files(source)
+    sizes = [path.stat().st_size for path in paths]
 
-    def documents() -> Iterator[Document]:
-        for path in paths:
+    def read(part: int, parts: int) -> Iterator[Document]:
+        for path in cut_evenly(paths, sizes, part, parts):
             yield from read_documents(path, field=config.field)
 
-    listing = [(str(path.resolve()), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in paths]
     name = f"stdlib of Python {platform.python_version()}" if source == "stdlib" else source
-    return Source(name, digest([config.field, listing]), documents, scannable=True)
+    return Source(name, digest([config.field, list_files(paths)]), read, scannable=True)
+
+
+def list_files(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """What files look like from outside: paths, sizes and times."""
+    return [(str(path.resolve()), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in paths]
+
+
+def cut_evenly(items: Sequence[T], sizes: Sequence[int], part: int, parts: int) -> Sequence[T]:
+    """One of so many runs of neighbors, of about equal sizes; together they are all items in their order.
+
+    >>> [cut_evenly("abcd", [1, 1, 1, 3], part, 2) for part in range(2)]
+    ['abc', 'd']
+    """
+    total = max(1, sum(sizes))
+    # An item belongs to the part that its middle falls into.
+    middles = [2 * end - size for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+    owners = [min(parts - 1, middle * parts // (2 * total)) for middle in middles]
+    return items[bisect.bisect_left(owners, part) : bisect.bisect_right(owners, part)]
 
 
 def _library() -> list[Path]:
@@ -89,7 +120,7 @@ def _library() -> list[Path]:
     return sorted(paths)
 
 
-def _match(source: str) -> list[Path]:
+def match_files(source: str) -> list[Path]:
     """The files of a path, a folder or a glob, sorted; hidden ones are left out."""
     path = Path(source).expanduser()
     if path.is_dir():
@@ -122,9 +153,14 @@ def _hugging_face(config: DataConfig, split: str) -> Source:
     with _worded(config.source):
         builder: Any = datasets.load_dataset_builder(config.source.removeprefix("hf:"), config.name, **options)
 
-    def documents() -> Iterator[Document]:
+    def read(part: int, parts: int) -> Iterator[Document]:
         with _worded(config.source):
-            rows = iter(builder.as_streaming_dataset(split=split))
+            stream = builder.as_streaming_dataset(split=split)
+            # The files of a dataset are shared out; of the first so many documents nobody knows where they end.
+            parts = 1 if limit is not None else min(parts, stream.num_shards)
+            if part >= parts:
+                return
+            rows = iter(stream if parts == 1 else stream.shard(parts, part, contiguous=True))
         for number in itertools.count(1) if limit is None else range(1, limit + 1):
             with _worded(config.source):
                 row = next(rows, None)
@@ -141,7 +177,7 @@ def _hugging_face(config: DataConfig, split: str) -> Source:
 
     # The hash is of the commit, the id of the configuration and of the local files with their times.
     identity = [config.source, config.field, split, limit, builder.hash, builder.config_id]
-    return Source(config.source, digest(identity), documents, scannable=False)
+    return Source(config.source, digest(identity), read, scannable=False)
 
 
 @contextlib.contextmanager

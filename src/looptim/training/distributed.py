@@ -8,7 +8,7 @@ import datetime
 import functools
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar, cast, final
 
 import torch
 import torch.distributed as dist
@@ -85,6 +85,21 @@ class World:
         if error is not None:
             raise error
         return result
+
+    def all_do(self, action: Callable[[], T]) -> T:
+        """What this process gets from `action`; where it fails on one of them, all fail, and the first such speaks."""
+        result, error = None, None
+        try:
+            result = action()
+        except Exception as raised:
+            error = raised
+        said = self.gather(None if error is None or isinstance(error, ElsewhereError) else str(error))
+        speaker = next((rank for rank, text in enumerate(said) if text is not None), None)
+        if error is not None and speaker in (None, self.rank):
+            raise error
+        if speaker is not None:
+            raise ElsewhereError(said[speaker])
+        return cast(T, result)
 
 
 def start() -> World:

@@ -91,18 +91,18 @@ def train(config: Config, out: str | Path, *, resume: bool = False, force: bool 
     return folder.path
 
 
-def _open(config: Config, *, progress: bool) -> Dataset:
-    return open_data(config.data, vocab_size=config.model.vocab_size, seq_len=config.train.seq_len, progress=progress)
-
-
 def _open_together(config: Config, world: World, *, progress: bool) -> Dataset:
-    """The data, tokenized by the first process and found ready by the others; that it has a batch is seen at once."""
-    data = world.first_does(lambda: _open(config, progress=progress))
-    if data is None:
-        data = _open(config, progress=False)
-    for split in ("train", "valid"):
-        data.batch(split, seed=0, step=0, batch_size=config.train.batch_size, rows=slice(0, 1))
-    return data
+    """The data, read and tokenized by all processes; that it has a batch is seen at once."""
+
+    def open_() -> Dataset:
+        model, train = config.model, config.train
+        show = progress and world.first
+        data = open_data(config.data, vocab_size=model.vocab_size, seq_len=train.seq_len, progress=show, crew=world)
+        for split in ("train", "valid"):
+            data.batch(split, seed=0, step=0, batch_size=train.batch_size, rows=slice(0, 1))
+        return data
+
+    return world.all_do(open_)
 
 
 def _prepare(config: Config, folder: RunDir, world: World, data: Dataset) -> TrainingState:
