@@ -25,7 +25,7 @@ export function svg<K extends keyof SVGElementTagNameMap>(
 }
 
 export function select(label: string, options: [string, string][], change: (value: string) => void): HTMLElement {
-  const box = el("select", { change: () => change(box.value) });
+  const box = el("select", { "aria-label": label, change: () => change(box.value) });
   box.append(...options.map(([value, text]) => el("option", { value }, text)));
   return el("label", { class: "control" }, label + " ", box);
 }

@@ -22,7 +22,8 @@ export function equation(row: Equation): HTMLElement {
   return el("details", { class: "equation" },
     el("summary", {}, el("b", {}, row.name), " ", el("span", { class: "math" },
       `${row.rule},  G = xᵀ L′(o),  o = ${row.projection},  L = ${row.objective},  η = ${row.step},  λ = ${row.decay},  x = ${row.input_map}`)),
-    el("p", { class: "note" }, `${row.steps} loops, ${row.loop_specific ? "each with parameters of its own" : "all with the same parameters"}. ${row.summary}`),
+    el("p", { class: "note" }, (row.steps ? `${row.steps} loops. ` : "") +
+      `${row.loop_specific ? "Each loop has parameters of its own" : "All loops have the same parameters"}. ${row.summary}`),
     el("dl", {}, ...parts.flatMap(([name, text]) => [el("dt", {}, name), el("dd", { class: "math" }, text)])));
 }
 

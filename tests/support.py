@@ -1,9 +1,12 @@
 """What several test modules share: the command line as a process, a tiny recipe, the losses of a run."""
 
+import base64
 import json
 import os
+import re
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 from looptim.config import Config, ModelConfig
@@ -38,6 +41,12 @@ def config(model=None, data=None, optim=None, **train) -> Config:
             **train,
         },
     )
+
+
+def packed(page) -> dict:
+    """The data that is packed into a page."""
+    data = re.search(r'<script id="data"[^>]*>([^<]*)</script>', page)[1]
+    return json.loads(zlib.decompress(base64.b64decode(data)))
 
 
 def losses(run, key="loss") -> dict[int, float]:

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from looptim import rundir
-from looptim.rundir import Evaluation, Metrics, RunDir
+from looptim.rundir import Evaluation, RunDir
 from looptim.training import checkpoint
 
 
 def test_metrics_of_any_name_are_written_and_read(tmp_path):
-    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics = RunDir(tmp_path).metrics
     metrics.append({"step": 1, "tokens": 8, "mine": [0.5, None], "by_layer": {"blocks.1": [1.0]}})
     metrics.append({"step": 1, "tokens": 8, "loss": 2.0})
     metrics.append({"step": 2, "tokens": 16, "loss": None, "mine": 3.0, "by_layer": {"blocks.1": [1.0, 2.0]}})
@@ -31,12 +31,12 @@ def test_metrics_of_any_name_are_written_and_read(tmp_path):
 @pytest.mark.parametrize("record", [{"step": 1}, {"step": 1, "tokens": 8, "mine": "low"}])
 def test_what_could_not_be_read_is_not_written(tmp_path, record):
     with pytest.raises(ValueError, match="number"):
-        Metrics(tmp_path / "metrics.jsonl").append(record)
+        RunDir(tmp_path).metrics.append(record)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_resumed_run_keeps_what_was_logged_before(tmp_path):
-    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics = RunDir(tmp_path).metrics
     metrics.keep(until=3)
     for step in range(5):
         metrics.append({"step": step, "tokens": step, "loss": 0.1 + 0.2 * step})

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import re
 import tomllib
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
 from .base.files import check_links, check_writable, claimed, os_errors_as, write_whole
+from .base.lines import Lines
 from .config import Config
 from .data import Tokenizer
 from .recipe import load_config
@@ -30,7 +30,9 @@ class RunDir:
         self.config_file = self.path / "config.toml"
         """What makes the folder a run."""
         self.environment_file = self.path / "env.json"
-        self.metrics = Metrics(self.path / "metrics.jsonl")
+        self.metrics = Lines(self.path / "metrics.jsonl", _check_metrics)
+        self.samples = Lines(self.path / "samples.jsonl", _check_sample)
+        """What it wrote at its validations, if it was asked to."""
         self.tokenizer = self.path / "tokenizer"
         self.eval = self.path / "eval"
         self.model = self.path / "model"
@@ -117,7 +119,7 @@ class RunDir:
             raise ValueError(f"{self.config_file} is not valid TOML: {error}; repair it") from None
         # What was allowed to see the future is not to be taken for a language model, in no table and no figure.
         mark = " (noncausal)" if config.get("loop.noncausal") else ""
-        return Run((name or self.path.resolve().name) + mark, lines, config, files)
+        return Run((name or self.path.resolve().name) + mark, lines, config, files, self.samples.read())
 
 
 def difference(old: Config, new: Config) -> list[str]:
@@ -166,75 +168,11 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     return record
 
 
-@final
-class Metrics:
-    """What a run logs: a JSON object a line, with the numbers `step` and `tokens`.
+def _check_metrics(record: Any) -> dict[str, Any]:
+    """What a run logs: an object with the numbers `step` and `tokens`.
 
     Every other value is a number or null, a list of those, or a mapping of names to such lists.
     """
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Log a line."""
-        _check_line(record)
-        with os_errors_as(f"cannot write to {self.path}", "the last checkpoint is kept"), self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-
-    def keep(self, until: int) -> None:
-        """Forget what was logged after step `until`, from which a run resumes, and what cannot be read.
-
-        A run that begins at step 0 logs everything anew, also the validation before its first update.
-        """
-        kept = [record for record in self._readable() if until and record["step"] <= until]
-        with os_errors_as(f"cannot write to {self.path}", "make room or access there"):
-            write_whole(self.path, "".join(json.dumps(record) + "\n" for record in kept))
-
-    def last(self, key: str) -> dict[str, Any]:
-        """The last line that has `key`, of a run that may be writing; an empty one where there is none."""
-        return next((record for record in reversed(self._readable(tail=20_000)) if key in record), {})
-
-    def read(self) -> list[dict[str, Any]]:
-        """The lines merged into one for each step. A step that goes back is a resumed run, whose new lines count."""
-        records: dict[int, dict[str, Any]] = {}
-        last = -1
-        for number, text in enumerate(self._lines(), 1):
-            if not text.strip():
-                continue
-            try:
-                record = _check_line(json.loads(text))
-            except (ValueError, RecursionError) as error:
-                short = repr(text[:60].decode(errors="replace")) + ("..." if len(text) > 60 else "")
-                wrong = "it is not JSON" if isinstance(error, json.JSONDecodeError | UnicodeDecodeError) else error
-                raise ValueError(
-                    f"{self.path} line {number}: {wrong}, got {short}; repair or remove the line"
-                ) from None
-            step = record["step"]
-            if step < last:
-                records = {earlier: line for earlier, line in records.items() if earlier < step}
-            records[step] = {**records.get(step, {}), **record}
-            last = step
-        return list(records.values())
-
-    def _readable(self, tail: int | None = None) -> list[dict[str, Any]]:
-        records = []
-        for text in self._lines(tail):
-            with suppress(ValueError, RecursionError):
-                records.append(_check_line(json.loads(text)))
-        return records
-
-    def _lines(self, tail: int | None = None) -> list[bytes]:
-        """The whole lines in the last `tail` bytes; a kill, or a writer at work, may have left the last one cut."""
-        if not self.path.is_file():
-            return []
-        with self.path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - tail) if tail else 0)
-            return file.read().split(b"\n")[:-1]
-
-
-def _check_line(record: Any) -> dict[str, Any]:
-    """The record, if it keeps to the schema of `Metrics`."""
     if not isinstance(record, dict):
         raise ValueError("metrics must be an object")
     if not isinstance(record.get("step"), int) or not isinstance(record.get("tokens"), int | float):
@@ -243,6 +181,14 @@ def _check_line(record: Any) -> dict[str, Any]:
         lists = list(value.values()) if isinstance(value, dict) else [value if isinstance(value, list) else [value]]
         if not all(isinstance(values, list) and all(map(_is_number, values)) for values in lists):
             raise ValueError(f"{key!r} must be a number, a list of numbers, or a mapping of names to lists of numbers")
+    return record
+
+
+def _check_sample(record: Any) -> dict[str, Any]:
+    """A prompt, and how the model went on with it at a step."""
+    numbers = isinstance(record, dict) and isinstance(record.get("step"), int) and _is_number(record.get("tokens"))
+    if not numbers or not all(isinstance(record.get(key), str) for key in ("prompt", "text")):
+        raise ValueError("a sample needs the numbers 'step' and 'tokens' and the texts 'prompt' and 'text'")
     return record
 
 
@@ -304,6 +250,11 @@ def _read_object(file: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def bits_per_byte(data: Mapping[str, Any]) -> float | None:
+    """What a loss in nats per token is to be multiplied with, by the tokens and bytes of the whole held-out text."""
+    return data["valid_tokens"] / (data["valid_bytes"] * math.log(2)) if data.get("valid_bytes") else None
+
+
 @final
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -315,11 +266,21 @@ class Run:
     """By keys as in `model.width`."""
     files: dict[str, str]
     """The text of config.toml and env.json."""
+    samples: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """What it wrote at its validations."""
 
     @property
     def environment(self) -> dict[str, Any]:
         """What the result may depend on besides the config."""
         return json.loads(self.files["env.json"])
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """What a loss in nats per token is to be multiplied with, where the run says how long its held-out text is."""
+        try:
+            return bits_per_byte(self.environment["data"])
+        except (ValueError, LookupError, TypeError, ArithmeticError):
+            return None
 
     @property
     def preset(self) -> str:

@@ -1,14 +1,11 @@
 """The look page: what Python packs into it, and what a reader sees of it in a real browser."""
 
-import base64
 import hashlib
-import json
 import re
-import zlib
 
 import pytest
 import torch
-from support import REPO, config, run
+from support import REPO, config, packed, run
 
 import looptim as lo
 from looptim.data import Tokenizer
@@ -20,11 +17,6 @@ HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=alert(1)>
 
 def model(preset="operloop", layout="1-2x3-1"):
     return lo.LoopedLM(lo.ModelConfig.tiny(layout=layout, max_length=128, loop={"preset": preset}), seed=0)
-
-
-def packed(html):
-    data = re.search(r'<script id="data"[^>]*>([^<]*)</script>', html)[1]
-    return json.loads(zlib.decompress(base64.b64decode(data)))
 
 
 def look(path, text=TEXT, **options):

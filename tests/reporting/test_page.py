@@ -3,11 +3,11 @@
 import json
 import math
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support import config, packed
 
 import looptim
 from looptim.reporting.plots import draw, smooth
@@ -44,27 +44,6 @@ SMALL = [line(1, loss=3.0), line(2, loss=2.0), line(2, valid_loss=2.5)]
 ALL = {"loss", "loss_end", "lr", "grad_norm", "moe_load", "step_size", "decay", "state_norm", "objective"}
 
 
-class Page(HTMLParser):
-    """The sources of images, every attribute that could load something, and the text."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.images, self.links, self.text, self.open = [], [], [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.links += [value for name, value in attrs if name in ("src", "href")]
-        self.images += [value for name, value in attrs if name == "src"]
-        if tag != "img" and tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text.append(data)
-
-
 def test_one_run(tmp_path):
     folder = write_run(tmp_path / "nano", looped(), tail='{"step": 61, "tok')
     page = report([folder])
@@ -72,14 +51,16 @@ def test_one_run(tmp_path):
     assert {path.name for path in page.parent.iterdir()} == {f"{n}.{kind}" for n in ALL for kind in ("png", "svg")} | {
         "index.html"
     }
-    parsed = Page(page.read_text())
-    assert parsed.open == [] and len(parsed.images) == len(ALL)
-    assert all(link.startswith("data:image/") for link in parsed.links)
+    data = packed(page.read_text())
+    assert data["charts"][0]["key"] == "loss" and {chart["key"] for chart in data["charts"]} == ALL - {"loss_end"}
     assert "url(" not in page.read_text() and "@import" not in page.read_text()
-    text = " ".join(parsed.text)
+    (numbers,) = data["tables"]
+    cells = {row[0]["text"]: row[1]["text"] for row in numbers["rows"]}
     # 60 steps of 1000 tokens at 500 tokens/s.
-    for expected in ("60,000", "2.0504", "2.1500", "500", "40.0%", "2 min 00 s", "operloop", 'note = "<b>&"'):
-        assert expected in text, expected
+    expected = {"tokens": "60,000", "final training loss": "2.0504", "final validation loss": "2.1500"}
+    expected |= {"tokens/s, median": "500", "MFU, median": "40.0%", "training time": "2 min 00 s"}
+    assert expected.items() <= cells.items() and cells["transition"] == "operloop"
+    assert 'note = "<b>&"' in data["files"][0]["text"] and "<b>&" not in page.read_text()
     png = (page.parent / "loss.png").read_bytes()
     assert int.from_bytes(png[16:20], "big") == 840, "5.6 inches at 150 dpi"
 
@@ -94,11 +75,14 @@ def test_several_runs(tmp_path):
         ValueError, match=r"a report of 3 runs needs a folder of its own; give one with out \(--out DIR\)"
     ):
         report(folders)
-    text = report(folders, tmp_path / "out").read_text()
-    table = text.split("What differs")[1].split("</table>")[0]
-    assert "a/x" in table and "b/x" in table
-    assert "<th>loop.preset</th><td>operloop</td><td>vanilla</td><td>none</td>" in table
-    assert "<th>train.seed</th><td>0</td><td>1</td><td>1</td>" in table and "train.note" not in table
+    data = packed(report(folders, tmp_path / "out").read_text())
+    table = next(table for table in data["tables"] if table["title"] == "What differs in the configs")
+    assert [cell["text"] for cell in table["header"]] == ["", "a/x", "b/x", f"{tmp_path.name}/none"]
+    assert [[cell["text"] for cell in row] for row in table["rows"]] == [
+        ["loop.preset", "operloop", "vanilla", "none"],
+        ["train.seed", "0", "1", "1"],
+    ]
+    assert len({(group["color"], str(group["dash"])) for group in data["groups"]}) == 3
 
 
 def test_the_same_run_gives_the_same_bytes_and_stale_figures_go(tmp_path):
@@ -195,7 +179,10 @@ def test_lists_of_different_lengths_and_missing_numbers(tmp_path):
     tokens, decay = run.columns("decay")
     assert tokens.tolist() == [1000, 2000] and decay.shape == (2, 2) and math.isnan(decay[0, 1])
     assert [picture.name for picture in draw([run])] == ["decay"]
-    assert ">nan<" in report([tmp_path / "nano"]).read_text()
+    data = packed(report([tmp_path / "nano"]).read_text())
+    assert data["tables"][0]["rows"][3][1]["text"] == "nan"
+    loops = {line["part"]: line["y"] for line in data["charts"][-1]["lines"]}
+    assert loops == {"loop 1": [0.1, 0.1], "loop 2": [None, 0.2]}
 
 
 @pytest.mark.parametrize("lines", [[line(1, loss=3.0)], [line(5, valid_loss=3.0)], [line(1)], [line(0, loss=math.inf)]])
@@ -214,6 +201,65 @@ def test_every_figure_has_named_axes_and_one_line_per_loop(tmp_path):
     assert [len(axes.lines) for axes in panels] == [3, 5] and panels[0].get_yscale() == "log"
     labels = [text.get_text() for text in pictures["state_norm"].figure.legends[0].get_texts()]
     assert labels == ["start", "loop 1", "loop 2", "loop 3", "loop 4"]
+
+
+def test_the_loss_is_in_nats_and_bits_beside_the_text_that_was_written(tmp_path):
+    lines = [line(1, loss=3.0), line(2, loss=2.0), line(2, valid_loss=2.5)]
+    folder = write_run(tmp_path / "nano", lines)
+    (folder / "env.json").write_text(json.dumps({"data": {"valid_tokens": 100, "valid_bytes": 400}}))
+    sample = {"step": 2, "tokens": 2000, "prompt": "1+", "text": "</script>"}
+    (folder / "samples.jsonl").write_text(json.dumps(sample) + '\n{"step": 3')
+    text = report([folder]).read_text()
+    data = packed(text)
+    assert data["groups"][0]["bits"] == pytest.approx(100 / 400 / math.log(2))
+    assert ["bits per byte", f"{2.5 / 4 / math.log(2):.4f}"] in [
+        [cell["text"] for cell in row] for row in data["tables"][0]["rows"]
+    ]
+    texts = [{key: sample[key] for key in ("step", "tokens", "text")}]
+    assert data["samples"] == [{"group": 0, "prompt": "1+", "texts": texts}]
+    assert text.count("</script>") == 2, "the data's and the code's"
+    (folder / "samples.jsonl").write_text('{"step": 2, "tokens": 1}\n')
+    with pytest.raises(ValueError, match=r"samples\.jsonl line 1: a sample needs the numbers"):
+        report([folder])
+
+
+def test_an_equation_of_a_shipped_transition_and_no_code_of_others(tmp_path):
+    mine = write_run(tmp_path / "mine", SMALL)
+    text = config(model={"loop": {"preset": "operloop"}}).to_toml()
+    (mine / "config.toml").write_text(text)
+    assert [each["name"] for each in packed(report(mine).read_text())["equations"]] == ["operloop"]
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    (mine / "config.toml").write_text(text.replace('"operloop"', f'"{tmp_path}/evil.py:loop"'))
+    assert packed(report(mine).read_text())["equations"] == []
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_report_follows_runs_until_they_are_done(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "nano", [line(1, loss=3.0)])
+    recipe = (folder / "config.toml").read_text().replace("[train]", "[train]\nsteps = 3")
+    (folder / "config.toml").write_text(recipe)
+    (folder / "metrics.jsonl").rename(tmp_path / "later")
+    pages = []
+
+    def train_on(seconds):
+        """The run logs a step while the report sleeps."""
+        page = folder / "report" / "index.html"
+        pages.append(packed(page.read_text()) if page.is_file() else None)
+        if pages[-1] is None:
+            (tmp_path / "later").rename(folder / "metrics.jsonl")
+        else:
+            RunDir(folder).metrics.append(line(len(pages), loss=2.0))
+
+    monkeypatch.setattr("time.sleep", train_on)
+    page = report(folder, watch=5)
+    assert [each and (each["watch"], len(each["charts"][0]["lines"][0]["x"])) for each in pages] == [
+        None,
+        (5, 1),
+        (5, 2),
+    ]
+    assert packed(page.read_text())["watch"] is None and (page.parent / "loss.png").is_file()
+    with pytest.raises(ValueError, match="more than none; got 0"):
+        report(folder, watch=0)
 
 
 def test_smoothing_keeps_constants_and_skips_nan():

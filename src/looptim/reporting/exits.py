@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 
 from ..evaluation.exits import frontier
 from ..rundir import Evaluation, RunDir
-from .page import document, embedded, write_report
+from .page import Chart, Group, Line, Page, write_report
 from .plots import Picture, render
-from .style import LINESTYLES
-from .tables import Cell, Table, html_text, markdown
+from .style import LINESTYLES, styles_of
+from .tables import Cell, Table, markdown
 
 Record = Mapping[str, Any]
 
@@ -41,9 +41,9 @@ def report_exits(records: Sequence[Record], out: str | Path) -> Path:
     if any("speed" in record for record in records):
         tables.append(speed_table(groups))
     pictures, files = render(lambda: [draw(name, group[0]) for name, group in groups.items()])
-    page = document("Exits", ["<h1>Exits</h1>", html_text(tables), embedded(pictures, files)])
+    page = Page("Exits", *_charts({name: group[0] for name, group in groups.items()}), tables=tables)
     out = Path(out)
-    files |= {"exits.md": markdown(tables).encode(), "exits.html": page.encode()}
+    files |= {"exits.md": markdown(tables).encode(), "exits.html": page.html().encode()}
     write_report(out, files, figures=[picture.name for picture in pictures])
     return out / "exits.html"
 
@@ -146,6 +146,32 @@ def speed_table(groups: Mapping[str, Sequence[Record]]) -> Table:
     header = ["model", "batch", "full depth, tokens/s", "exits, tokens/s", "speed-up", "theoretical, held-out text"]
     notes = ["Theoretical: FLOPs of a token at full depth over those at the mean depth of held-out text, without head."]
     return Table("speed", "Decoding, chosen residual", header, rows, notes, labels=2)
+
+
+def _charts(records: Mapping[str, Record]) -> tuple[list[Group], list[Chart]]:
+    """What is switched on and off, which is signals here, and a chart for each model."""
+    curves = {
+        name: {
+            **{signal: row["curve"] for signal, row in record["signals"].items()},
+            "every token equally deep": record["static"],
+            "oracle": record["oracle"],
+            "random": [record["random"]],
+        }
+        for name, record in records.items()
+    }
+    names = list(dict.fromkeys(name for each in curves.values() for name in each))
+    charts = [
+        Chart(
+            f"exits {number}",
+            name,
+            "Every point was run for real.",
+            "held-out loss, nats per token",
+            [Line(names.index(each), "", *frontier(rows), marks=len(rows) == 1) for each, rows in lines.items()],
+            x="mean loops of a predicted token",
+        )
+        for number, (name, lines) in enumerate(curves.items())
+    ]
+    return [Group(name, style) for name, style in zip(names, styles_of(names), strict=True)], charts
 
 
 def draw(name: str, record: Record) -> Picture:

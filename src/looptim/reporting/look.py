@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import html
-import json
 import re
-import zlib
 from pathlib import Path
 from typing import Any, final
 
@@ -16,8 +12,9 @@ from torch import nn
 from ..base.files import os_errors_as, write_whole
 from ..data import Tokenizer
 from ..loading import load, open_decoder
-from ..loop import Loop, describe
+from ..loop import Loop
 from .recording import record
+from .template import equation_of, fill, frame
 
 
 @final
@@ -82,17 +79,4 @@ def _subject(given: str | Path | nn.Module, tokenizer: Tokenizer | None) -> tupl
 def _head(name: str, model: nn.Module) -> dict[str, Any]:
     """What stands above a model's numbers: its name, and the equation of its transition."""
     loops = [module for module in model.modules() if isinstance(module, Loop)]
-    return {"name": name, "equations": [dataclasses.asdict(describe(loop)) | {"steps": loop.steps} for loop in loops]}
-
-
-def fill(template: str, data: Any) -> str:
-    """A page of its template and its data, which is packed: no character of it can be taken for code."""
-    packed = base64.b64encode(zlib.compress(json.dumps(data, separators=(",", ":")).encode(), 9)).decode()
-    source = Path(__file__).parent / "templates" / f"{template}.html"
-    return source.read_text(encoding="utf-8").replace("{{data}}", packed)
-
-
-def frame(page: str, *, height: int) -> str:
-    """A page inside of another, such as a notebook."""
-    style = f"width:100%;height:{height}px;border:1px solid #8884;border-radius:6px"
-    return f'<iframe srcdoc="{html.escape(page)}" style="{style}" title="looptim"></iframe>'
+    return {"name": name, "equations": [equation_of(loop) for loop in loops]}

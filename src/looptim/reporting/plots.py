@@ -205,7 +205,7 @@ def _per_loop(runs: Sequence[Run], quantity: Quantity) -> Picture | None:
         return None
     figure, panels = axes_of(quantity.title, quantity.ylabel, list(tables) if len(runs) > 1 else [""])
     widest = max((run for run in runs if run.name in tables), key=lambda run: tables[run.name][1].shape[1])
-    labels = _loop_labels(widest.loops, tables[widest.name][1].shape[1], from_start=quantity.key == "state_norm")
+    labels = loop_labels(widest.loops, tables[widest.name][1].shape[1], from_start=quantity.key == "state_norm")
     colors = _ordered(len(labels))
     for axes, (tokens, table) in zip(panels, tables.values(), strict=True):
         for color, values in zip(colors, table.T, strict=False):
@@ -217,7 +217,7 @@ def _per_loop(runs: Sequence[Run], quantity: Quantity) -> Picture | None:
     return Picture(quantity.key, quantity.caption, figure)
 
 
-def _loop_labels(loops: Sequence[int], columns: int, *, from_start: bool) -> list[str]:
+def loop_labels(loops: Sequence[int], columns: int, *, from_start: bool) -> list[str]:
     """What the columns of a list over loops are. The state is seen once more than it is stepped: before the first."""
     first = 0 if from_start else 1
     names = [[f"loop {i}" if i else "start" for i in range(first, times + 1)] for times in loops]
@@ -245,7 +245,7 @@ def _moe(runs: Sequence[Run]) -> Picture | None:
             lines = table.T if each else [np.fmax.reduce(table, axis=1)] if table.size else []
             for values, dash in zip(lines, itertools.cycle(LINESTYLES), strict=False):
                 axes.plot(tokens, smooth(values), color=colors[layer], linestyle=dash, linewidth=1.3)
-    handles = _thinned([Line2D([], [], color=colors[layer], label=_layer(layer)) for layer in layers])
+    handles = _thinned([Line2D([], [], color=colors[layer], label=layer_name(layer)) for layer in layers])
     for visit in range(visits if each else 0):
         dash = LINESTYLES[visit % len(LINESTYLES)]
         handles.append(Line2D([], [], color=MUTED, linestyle=dash, linewidth=1.3, label=f"visit {visit + 1}"))
@@ -265,7 +265,11 @@ def _thinned(handles: list[Line2D], most: int = 9) -> list[Line2D]:
     return kept if kept[-1] is handles[-1] else [*kept, handles[-1]]
 
 
-def _layer(name: str) -> str:
+def layer_name(name: str) -> str:
+    """
+    >>> layer_name("blocks.3.feedforward")
+    'block 3'
+    """
     match = re.search(r"\d+", name)
     return f"block {match[0]}" if match else name
 

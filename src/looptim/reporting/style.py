@@ -118,3 +118,12 @@ def styles_of(presets: Sequence[str]) -> list[dict[str, Any]]:
         taken.add((style["color"], place))
         styles.append(style | {"linestyle": LINESTYLES[place], "marker": MARKERS[place]})
     return styles
+
+
+def dash_of(linestyle: Any) -> list[float]:
+    """A line style as the page draws it: pixels that are drawn and left out in turn.
+
+    >>> dash_of((0, (4, 1.5)))
+    [8.0, 3.0]
+    """
+    return [] if linestyle == "-" else [2.0 * length for length in linestyle[1]]

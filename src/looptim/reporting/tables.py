@@ -8,7 +8,7 @@ import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..base.console import clean
 
@@ -243,6 +243,26 @@ def _html_cell(cell: str | Cell) -> str:
 def _html_label(text: str) -> str:
     base, sub, sup = _split(text)
     return html.escape(clean(base)) + (f"<sub>{sub}</sub>" if sub else "") + (f"<sup>{sup}</sup>" if sup else "")
+
+
+def page_table(table: Table) -> dict[str, Any]:
+    """For the page of a report, where it is text and numbers alone, as they are printed."""
+    return {
+        "title": clean(table.title),
+        "header": [_page_cell(name) for name in table.header],
+        "rows": [[_page_cell(cell) for cell in row] for row in table.rows],
+        "notes": [clean(note).replace("**", "") for note in table.notes],
+    }
+
+
+def _page_cell(cell: str | Cell) -> dict[str, Any]:
+    if isinstance(cell, str):
+        base, sub, sup = _split(cell)
+        return {"text": clean(base), "sub": sub, "sup": sup, "mark": None}
+    text = ABSENT if cell.value is None else cell.form.format(cell.value)
+    if cell.value is not None and cell.error is not None:
+        text += f" ± {cell.error_text()}"
+    return {"text": text, "sub": "", "sup": "", "mark": cell.mark}
 
 
 FORMATS: Mapping[str, Callable[[Sequence[Table]], str]] = {"md": markdown, "tex": latex, "csv": csv_text}

@@ -60,7 +60,7 @@ def unpack(plan: Plan, archive: Path, runs: Path) -> None:
 def files_of(cell: Cell, runs: Path) -> list[Path]:
     """The files of a run that its study is made from, if they are there."""
     run, answers = RunDir(runs / cell.name), answers_of(cell, runs)
-    files = [run.config_file, run.environment_file, run.metrics.path, run.diverged_file]
+    files = [run.config_file, run.environment_file, run.metrics.path, run.samples.path, run.diverged_file]
     return [*files, *([answers] if answers else [])]
 
 

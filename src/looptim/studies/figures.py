@@ -20,6 +20,10 @@ from .statistics import Estimate, estimate
 
 FIGURES = ("loss", "difference", "loops", "state_norm", "grad_norm")
 
+DIFFERENCE = (
+    "Bars are 95% intervals that hold for all variants of a panel at once, with the residual of all of them; small "
+    "dots are single seeds, paired. Left of the line is better for losses."
+)
 SCALE = "The scale is set by what follows the first tenth of training."
 
 
@@ -126,37 +130,37 @@ def _difference(compared: Sequence[Comparison], reference: str, styles: Styles) 
         axes.xaxis.set_major_locator(MaxNLocator(6))
         measure = each.measure
         axes.set_xlabel(f"{measure.heading} ({measure.unit}), {measure.better} is better")
-    caption = (
-        "Bars are 95% intervals that hold for all variants of a panel at once, with the residual of all of them; small "
-        "dots are single seeds, paired. Left of the line is better for losses."
-    )
-    return Picture("difference", caption, figure)
+    return Picture("difference", DIFFERENCE, figure)
 
 
-def _loops(plan: Plan, done: Sequence[Outcome]) -> Picture | None:
-    """Figure 3 of the paper: the loss against the number of loops, a line for each transition."""
+def by_depth(plan: Plan, done: Sequence[Outcome]) -> dict[str, list[tuple[int, Outcome]]]:
+    """The finished variants by transition, with their number of loops; none where no transition has several."""
     finished = {outcome.variant: outcome for outcome in done}
     lines: dict[str, list[tuple[int, Outcome]]] = {}
-    presets: dict[str, str] = {}
     for variant in plan.study.variants:
         config = plan.config(variant).model
         looped = [segment.loops for segment in config.segments if segment.loops is not None]
         if len(looped) == 1:
             name = ", ".join([config.loop.preset, *(f"{key} {value}" for key, value in config.loop.options.items())])
-            presets[name] = config.loop.preset
             lines.setdefault(name, []).extend([(looped[0], finished[variant])] if variant in finished else [])
-    if max((len({loops for loops, _ in points}) for points in lines.values()), default=0) < 2:
+    deepest = max((len({loops for loops, _ in points}) for points in lines.values()), default=0)
+    return {name: sorted(points, key=lambda point: point[0]) for name, points in lines.items()} if deepest > 1 else {}
+
+
+def _loops(plan: Plan, done: Sequence[Outcome]) -> Picture | None:
+    """Figure 3 of the paper: the loss against the number of loops, a line for each transition."""
+    lines = by_depth(plan, done)
+    if not lines:
         return None
     measures = [measure for measure in MEASURES if any(measure.of(outcome) for outcome in done)]
     panels = [f"{measure.heading} ({measure.unit})" for measure in measures]
     figure, grid = axes_of("More loops", "mean over seeds", panels, sharey=False, xlabel="loops R")
-    styles = styles_of(list(presets.values()))
+    styles = styles_of([name.partition(",")[0] for name in lines])
     for axes, measure in zip(grid, measures, strict=True):
         for index, (points, style) in enumerate(zip(lines.values(), styles, strict=True)):
             # Variants stand side by side, since the intervals of one depth often overlap.
             aside = 0.06 * (index - (len(lines) - 1) / 2)
-            ordered = sorted(points, key=lambda point: point[0])
-            values = [(loops + aside, estimate(list(measure.of(outcome).values()))) for loops, outcome in ordered]
+            values = [(loops + aside, estimate(list(measure.of(outcome).values()))) for loops, outcome in points]
             _seeds(axes, values, style)
             _errorbars(axes, values, style)
         low, high = axes.get_ylim()

@@ -267,11 +267,6 @@ def data_of(found: Sequence[Outcome]) -> dict[str, Any]:
     return next((run.environment["data"] for outcome in found for run in outcome.runs.values()), {})
 
 
-def bits_per_byte(data: Mapping[str, Any]) -> float | None:
-    """What a loss in nats per token is to be multiplied with, by the tokens and bytes of the whole held-out text."""
-    return data["valid_tokens"] / (data["valid_bytes"] * math.log(2)) if data.get("valid_bytes") else None
-
-
 def as_json(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison]) -> dict[str, Any]:
     """Every number of the tables, for programs."""
     rows = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
 import sys
 from collections import Counter
@@ -12,15 +11,18 @@ from pathlib import Path
 
 from ..base.files import check_writable, claimed, write_whole
 from ..config import Config
-from ..reporting.page import document, embedded, write_report
-from ..reporting.plots import Picture, render
-from ..reporting.tables import FORMATS, Table, html_text
+from ..reporting.charts import samples_of
+from ..reporting.page import Page, equations_of, write_report
+from ..reporting.plots import render
+from ..reporting.tables import FORMATS, Table
 from ..rundir import difference
 from .archive import ARCHIVE, pack, unpack
+from .charts import charts, first_of, forests, groups
 from .figures import FIGURES, draw
 from .grid import is_settled, run_grid, sigterm_as_ctrl_c
-from .measures import Outcome, as_json, check_runs, compare, outcomes
+from .measures import Comparison, Outcome, as_json, check_runs, compare, outcomes
 from .spec import Plan, load_plan
+from .statistics import student
 from .tables import tables
 
 
@@ -120,26 +122,30 @@ def write(plan: Plan, found: Sequence[Outcome], runs: Path, out: Path) -> Path:
     """Tables, figures, the page and the archive of what is there."""
     compared = compare(plan, found)
     made = tables(plan, found, compared)
-    pictures, files = render(lambda: draw(plan, found, compared))
+    _, files = render(lambda: draw(plan, found, compared))
     for kind, form in FORMATS.items():
         files[f"results.{kind}"] = form(made).encode()
     files[ARCHIVE] = pack(plan, runs, out / ARCHIVE)
     files["results.json"] = (json.dumps(as_json(plan, found, compared), indent=2) + "\n").encode()
-    files["index.html"] = _page(plan, found, made, pictures, files).encode()
+    files["index.html"] = _page(plan, found, compared, made).html().encode()
     write_report(out, files, figures=FIGURES)
     return out / "index.html"
 
 
-def _page(
-    plan: Plan, found: Sequence[Outcome], made: Sequence[Table], pictures: Sequence[Picture], files: dict[str, bytes]
-) -> str:
-    title = html.escape(plan.study.title)
-    parts = [f"<h1>{title}</h1>", html_text([dataclasses.replace(made[0], title="Results"), *made[1:]])]
-    parts += ["<h2>Figures</h2>", embedded(pictures, files), "<h2>Configs</h2>"]
-    for name in plan.study.variants:
-        text = html.escape(plan.config(name).to_toml())
-        parts.append(f"<details><summary>{html.escape(name)}</summary><pre>{text}</pre></details>")
-    return document(title, [*parts, "<h2>Made with</h2>", *map(_paragraph, _origins(found))])
+def _page(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison], made: Sequence[Table]) -> Page:
+    done = [outcome for outcome in found if outcome.runs]
+    return Page(
+        title=plan.study.title,
+        groups=groups(plan, done),
+        charts=charts(plan, done),
+        forests=forests(done, compared, plan.study.reference),
+        tables=[dataclasses.replace(made[0], title="Results"), *made[1:]],
+        equations=equations_of(plan.config(name) for name in plan.study.variants),
+        samples=[each for group, outcome in enumerate(done) for each in samples_of(group, first_of(outcome))],
+        files={name: plan.config(name).to_toml() for name in plan.study.variants},
+        notes=["Made with", *_origins(found)],
+        student=student(max((len(outcome.runs) for outcome in done), default=0)),
+    )
 
 
 def _origins(found: Sequence[Outcome]) -> Iterator[str]:
@@ -151,7 +157,3 @@ def _origins(found: Sequence[Outcome]) -> Iterator[str]:
         values = Counter(str(record.get(key)) for record in records)
         several = [f"{value} ({number} of {len(records)} runs)" for value, number in values.items()]
         yield f"{key}: {', '.join(several if len(values) > 1 else values)}"
-
-
-def _paragraph(text: str) -> str:
-    return f'<p class="note">{html.escape(text)}</p>'

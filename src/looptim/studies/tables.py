@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ..reporting.tables import Cell, Table
+from ..rundir import bits_per_byte
 from .grid import PROBLEMS, task_of
-from .measures import SPIKE, Comparison, Outcome, bits_per_byte, data_of, stability
+from .measures import SPIKE, Comparison, Outcome, data_of, stability
 from .spec import Plan
 from .statistics import MOST_SEEDS, Estimate, check, estimate
 

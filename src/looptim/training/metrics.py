@@ -38,6 +38,8 @@ class RunLog:
         if self.world.first:
             self.peak = gemm_peak(self.world.device, self.config.train.dtype) * self.world.size
             self.run.metrics.keep(until=self.first_step)
+            if self.run.samples.path.is_file():
+                self.run.samples.keep(until=self.first_step)
             # Trackers are opened after all else that may fail, since an open tracker must be closed.
             self.sinks = open_sinks(self.config.train.track, self.run, config=self.config.model_dump())
             self.progress.__enter__()
@@ -69,10 +71,13 @@ class RunLog:
             speeds = {"tokens_per_s": round(speed, 1), "mfu": round(mfu, 4)}
             self._write({"step": done, "tokens": tokens, **values, **speeds})
 
-    def validation(self, done: int, values: dict[str, Any], tokens: int) -> None:
-        """Log a validation after `done` updates."""
+    def validation(self, done: int, values: dict[str, Any], tokens: int, *, sample: str | None) -> None:
+        """Log a validation after `done` updates, and what the model wrote then, if it did."""
         if self.world.first:
             self._write({"step": done, "tokens": tokens, **values})
+            if sample is not None:
+                prompt = self.config.train.sample
+                self.run.samples.append({"step": done, "tokens": tokens, "prompt": prompt, "text": sample})
             self.progress.say(f"step {done}, validation loss {values['valid_loss']:.4f}")
         # Validation is not part of the time of an update.
         self.clock = time.perf_counter()

@@ -32,6 +32,7 @@ from .gate import check_code, check_transition
 from .mesh import Sizes, build, open_mesh
 from .metrics import RunLog, environment
 from .optim import MuonAdamW, describe_groups, parameter_groups
+from .samples import check_prompt, write
 from .sinks import check_sinks
 from .step import TrainingState, rate_of, update, validate
 
@@ -59,6 +60,7 @@ def train(config: Config, out: str | Path, *, resume: bool = False, force: bool 
     world.first_does(check)
     data = _open_together(config, world, progress=progress)
     run = _prepare(config, folder, world, data)
+    check_prompt(run)
     if progress and world.first:
         _introduce(run)
     with ExitStack() as held:
@@ -211,7 +213,7 @@ def _loop(run: TrainingState, log: RunLog, begin: Done, place: Place) -> None:
     with StopRequest() as stop:
         if begin.step == 0:
             # The first validation shows what the loops do before anything is learned.
-            log.validation(0, validate(run), 0)
+            _validate(run, log, Done())
         for step in range(begin.step, settings.steps):
             values = update(run, step)
             tokens += run.tokens_per_step
@@ -219,11 +221,18 @@ def _loop(run: TrainingState, log: RunLog, begin: Done, place: Place) -> None:
             done = step + 1
             stopping = stop.agreed(run.world)
             if done % settings.valid_every == 0 or done == settings.steps:
-                log.validation(done, validate(run), tokens)
+                _validate(run, log, Done(done, tokens))
             if done % settings.checkpoint_every == 0 or done == settings.steps or stopping:
                 _save(run, Done(done, tokens), place)
             if stopping and done < settings.steps:
                 raise KeyboardInterrupt
+
+
+def _validate(run: TrainingState, log: RunLog, done: Done) -> None:
+    """Log the loss on held-out text and, where the recipe asks for it, a text that the model writes."""
+    values = validate(run)
+    sample = None if run.config.train.sample is None else write(run)
+    log.validation(done.step, values, done.tokens, sample=sample)
 
 
 def _flops(run: TrainingState) -> float:

@@ -1,0 +1,31 @@
+"""Templates of pages, which `make page` builds: a page is one of them with its data packed in."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import html
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+from ..loop import Loop, describe
+
+
+def fill(template: str, data: Any) -> str:
+    """A page of its template and its data, which is packed: no character of it can be taken for code."""
+    packed = base64.b64encode(zlib.compress(json.dumps(data, separators=(",", ":")).encode(), 9)).decode()
+    source = Path(__file__).parent / "templates" / f"{template}.html"
+    return source.read_text(encoding="utf-8").replace("{{data}}", packed)
+
+
+def frame(page: str, *, height: int) -> str:
+    """A page inside of another, such as a notebook."""
+    style = f"width:100%;height:{height}px;border:1px solid #8884;border-radius:6px"
+    return f'<iframe srcdoc="{html.escape(page)}" style="{style}" title="looptim"></iframe>'
+
+
+def equation_of(loop: Loop) -> dict[str, Any]:
+    """The equation of a loop's transition, as the pages show it."""
+    return dataclasses.asdict(describe(loop)) | {"steps": loop.steps}
