@@ -1,5 +1,5 @@
 // One chart with hover values and zoom, drawn by uPlot.
-/*! Contains uPlot 1.6, copyright (c) 2022 Leon Sorokin, MIT License: github.com/leeoniya/uPlot */
+/*! Contains uPlot, copyright (c) 2022 Leon Sorokin, MIT License: github.com/leeoniya/uPlot */
 import uPlot from "uplot";
 import { Curve, curves, singleOf } from "./curves";
 import { el, short, svg } from "./dom";

@@ -109,6 +109,9 @@ def report(
     exits: Annotated[
         bool, typer.Option("--exits", help="Report on what `evaluate --exits` found, over runs and seeds.")
     ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Write the page anew every ten seconds until the runs are done, or Ctrl-C.")
+    ] = False,
 ) -> None:
     """Draw what runs did; print and write the paper's tables (Markdown, LaTeX, CSV) of those that were evaluated."""
     import looptim
@@ -120,7 +123,7 @@ def report(
             raise ValueError("a report on exits needs a folder; give --out")
         print(report_exits(read_exits(runs), out))
         return
-    page = looptim.report(runs, out)
+    page = looptim.report(runs, out, watch=10.0 if watch else None)
     tables = page.with_name("tables.md")
     if tables.is_file():
         print(tables.read_text(encoding="utf-8"))

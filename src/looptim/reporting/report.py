@@ -14,10 +14,6 @@ from .plots import FIGURES, draw, render
 from .runs import read_runs
 from .tables import FORMATS
 
-EVERY = 10.0
-"""Seconds between two looks at runs that are watched."""
-
-
 def report(
     run_dirs: str | Path | Sequence[str | Path], out: str | Path | None = None, *, watch: float | None = None
 ) -> Path:
