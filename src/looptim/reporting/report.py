@@ -14,6 +14,7 @@ from .plots import FIGURES, draw, render
 from .runs import read_runs
 from .tables import FORMATS
 
+
 def report(
     run_dirs: str | Path | Sequence[str | Path], out: str | Path | None = None, *, watch: float | None = None
 ) -> Path:
