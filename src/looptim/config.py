@@ -246,6 +246,7 @@ class TrainConfig(Strict):
     dtype: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast, weights in fp32.")
     compile: bool = Field(False, description="Compile the blocks.")
     activation_checkpointing: bool = Field(False, description="Recompute each block in the backward.")
+    reversible: bool = Field(False, description="Rebuild the loop's states in the backward instead of keeping them.")
     loops: LoopSampling = LoopSampling()
     log_every: int = Field(10, ge=1, description="Updates between logged lines.")
     valid_every: int = Field(250, ge=1, description="Updates between validations.")

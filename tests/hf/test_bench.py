@@ -8,7 +8,7 @@ from support import run
 
 import looptim as lo
 from looptim.hf import LoopedForCausalLM
-from looptim.hf.bench import Measure, as_json, count_operations, peer, regressions, saved_words
+from looptim.hf.bench import Measure, as_json, count_operations, kept_memory, peer, regressions, saved_words
 
 STEADY = Measure("time", 1.00, 1.01, 1.02, "lower")
 
@@ -40,7 +40,9 @@ def test_what_is_no_baseline_is_refused(tmp_path):
 
 
 def test_counts_of_a_step():
-    assert saved_words().median < 5.4
+    assert 5 < saved_words(reversible=False).median < 5.4
+    assert 1 < saved_words(reversible=True).median < 1.5
+    assert 1 < kept_memory(4, 12).median < 1.5
     config = lo.ModelConfig.tiny(layout="1-2x3-1")
     model = LoopedForCausalLM.from_looped(lo.LoopedLM(config, seed=0)).eval()
     # Eight unrolled layers.

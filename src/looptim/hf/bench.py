@@ -20,6 +20,7 @@ from ..loop import build
 from ..model import Layout, LoopedLM
 from ..recipe import load_config
 from ..training.bench import bench, quartiles, rounds
+from ..training.record import Recorder
 from .model import LoopedForCausalLM
 
 VIEWS = {"view", "_unsafe_view", "unsqueeze", "squeeze", "transpose", "t", "expand", "slice", "select", "split"}
@@ -49,7 +50,13 @@ class Measure:
 
 def suite(*, repeats: int = 9) -> list[Measure]:
     """Everything that is watched, each a ratio of two things that took turns, or a count."""
-    return [*training(repeats), saved_words(), *decoding(repeats)]
+    return [
+        *training(repeats),
+        saved_words(reversible=False),
+        saved_words(reversible=True),
+        *(kept_memory(*size) for size in ((2, 3), (2, 12), (4, 12))),
+        *decoding(repeats),
+    ]
 
 
 def training(repeats: int) -> list[Measure]:
@@ -68,20 +75,43 @@ def training(repeats: int) -> list[Measure]:
     return measures
 
 
-def saved_words(width: int = 256, tokens: int = 16, steps: int = 4) -> Measure:
-    """What an OperLoop step saves for the backward, in words of d per token."""
-    loop, kept = build("operloop", width=width, steps=steps), {}
+def saved_words(*, reversible: bool, width: int = 128, tokens: int = 2048) -> Measure:
+    """What an OperLoop step keeps for the backward, in words of d per token: loops of 5 and of 3 steps, compared."""
+    kept = []
+    for steps in (3, 5):
+        loop = build("operloop", width=width, steps=steps)
+        if reversible:
+            loop.reverse()
+        with Recorder() as seen:
+            h = loop(torch.randn(1, tokens, width, requires_grad=True), lambda o: 2 * o)
+            assert isinstance(h, Tensor) and h.requires_grad
+            kept.append(seen.live["activations"] / h.nbytes)
+    words = (kept[1] - kept[0]) / 2
+    name = f"d words per token kept by {'a reversible' if reversible else 'an'} operloop step"
+    return Measure(name, words, words, words, "lower")
 
-    def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // tensor.element_size()
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        h = loop(torch.randn(1, tokens, width, requires_grad=True), lambda o: 2 * o)
-    assert isinstance(h, Tensor) and h.requires_grad
-    parameters = sum(parameter.numel() for parameter in loop.parameters())
-    words = (sum(kept.values()) - parameters) / (tokens * width * steps)
-    return Measure("d words per token saved by an operloop step", words, words, words, "lower")
+def kept_memory(blocks: int, loops: int, tokens: int = 256) -> Measure:
+    """What a forward of `study` leaves for the backward, reversible OperLoop over vanilla, both recomputing blocks."""
+    kept = {}
+    for preset in ("vanilla", "operloop"):
+        study = load_config("study").model
+        config = study.model_copy(
+            update={"layout": f"1-{blocks}x{loops}-1", "loop": study.loop.model_copy(update={"preset": preset})}
+        )
+        model = LoopedLM(config, seed=0)
+        model.checkpointing = True
+        if preset == "operloop":
+            model.reverse_loops()
+        batch = torch.randint(config.vocab_size, (1, tokens))
+        with Recorder() as seen:
+            seen.hold("parameters", model.parameters())
+            output = model.loss(batch, batch)
+            kept[preset] = seen.live["activations"]
+            # What a backward needs is alive as long as the loss is.
+            del output
+    ratio = kept["operloop"] / kept["vanilla"]
+    return Measure(f"kept by reversible operloop over vanilla, {blocks} blocks x {loops}", ratio, ratio, ratio, "lower")
 
 
 def decoding(repeats: int, new_tokens: int = 48) -> list[Measure]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -22,6 +23,7 @@ from .projections import StreamMap, StreamRead
 from .rules import Carry, Descent
 
 if TYPE_CHECKING:
+    from .reversible import Tape
     from .transition import Transition
 
 
@@ -75,14 +77,23 @@ def unknown_part(transition: Transition) -> str | None:
 
 
 def step(
-    transition: Transition, run: Kernels, Y: Tensor, blocks: Callable[[Tensor], Tensor], carry: Carry
+    transition: Transition,
+    run: Kernels,
+    Y: Tensor,
+    blocks: Callable[[Tensor], Tensor],
+    carry: Carry,
+    tape: Tape | None = None,
 ) -> tuple[Tensor, Carry]:
-    """One step of a transition whose parts are all known: the next state and the next carry."""
+    """One step of a transition whose parts are all known: the next state and the next carry.
+
+    With a `tape` the state is rebuilt in the backward, not kept.
+    """
     projection, rule = cast(StreamRead, transition.projection), cast(Descent, transition.rule)
     parts = [part for part in (projection.map, transition.write, rule.decay, rule.step) if isinstance(part, ByGate)]
     gates = [part.gate for part in parts]
     W, a, b = (wide(torch.cat([getattr(gate, name) for gate in gates])).to(wide(Y).dtype) for name in "Wab")
-    o, v, Y = run.read(Y, W, a, b, projection.map.gate.gain)
+    with nullcontext() if tape is None else tape.instead_of(Y):
+        o, v, Y = run.read(Y, W, a, b, projection.map.gate.gain)
     t = blocks(o)
     check_same_shape(t, o, "blocks", "the block input")
     t = t if transition.target is None else transition.target(t)
@@ -102,7 +113,11 @@ def step(
     keep, width = 1 - eta * lam, x.shape
     k = keep.squeeze(-1).expand(width) if isinstance(keep, Tensor) else torch.full_like(x, keep)
     w = eta.squeeze(-1) * x if isinstance(eta, Tensor) else _times(eta, x)
-    return run.write(Y, g, k, w), Carry(eta, lam, None)
+    with nullcontext() if tape is None else tape.instead_of(Y):
+        Y_next = run.write(Y, g, k, w)
+    if tape is not None:
+        tape.wrote(Y, Y_next, g, k, w)
+    return Y_next, Carry(eta, lam, None)
 
 
 def _times(number: float, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from ..base.choices import choose
 from .base import check_same_shape, require
 from .depth import Depth, Fixed
 from .fused import FORMS, form_of
+from .reversible import Tape, irreversible_part
 from .rules import Carry
 from .state import Copies, Mean
 from .transition import Record, Transition
@@ -88,6 +89,8 @@ class Loop(nn.Module):
         """Whether what the loop returns is normed already: a model that ends with it adds no norm of its own."""
         self.name = name
         self.summary = summary
+        self.reversible = False
+        """Whether the states are rebuilt in the backward, not kept."""
 
     def forward(
         self,
@@ -119,6 +122,7 @@ class Loop(nn.Module):
             raise ValueError(
                 f"the start is of shape {tuple(Y.shape)}; for an input {tuple(e.shape)} it must be a state (B, T, r, d)"
             )
+        tape = Tape() if self.reversible else None
         carry, record, lived, reads = schedule[0].rule.init(Y), None, [], []
         for step, transition in enumerate(schedule):
             live = walk.enter(step, record)
@@ -127,7 +131,7 @@ class Loop(nn.Module):
             before = Y, carry
             with torch.no_grad() if grad_steps is not None and step < total - grad_steps else nullcontext():
                 if observe is None and not walk.needs_record:
-                    Y, carry = transition(Y, e, stacks[step], carry)
+                    Y, carry = transition(Y, e, stacks[step], carry, tape if torch.is_grad_enabled() else None)
                 else:
                     record = transition.step(Y, e, stacks[step], carry)
                     Y, carry = record.Y, record.carry
@@ -161,6 +165,24 @@ class Loop(nn.Module):
         """
         for transition in cast("list[Transition]", list(self.transitions)):
             transition.kernels = choose("form", form, FORMS)()
+
+    def reverse(self) -> None:
+        """Rebuild the states in the backward instead of keeping them; `looptim.loop.reversible` says how exactly.
+
+        >>> import looptim as lo
+        >>> loop = lo.build("operloop", width=8, steps=12)
+        >>> loop.reverse()
+        >>> lo.build("vanilla", width=8, steps=12).reverse()
+        Traceback (most recent call last):
+        ValueError: vanilla cannot rebuild its states in the backward, for the projection Plain; leave reversible out
+        """
+        for transition in cast("list[Transition]", list(self.transitions)):
+            part = "the readable form" if transition.kernels is None else irreversible_part(transition)
+            if part is not None:
+                raise ValueError(
+                    f"{self.name} cannot rebuild its states in the backward, for {part}; leave reversible out"
+                )
+        self.reversible = True
 
     @property
     def form(self) -> str:

@@ -20,6 +20,8 @@ from .rules import Carry, Rule
 if TYPE_CHECKING:
     from jaxtyping import Float
 
+    from .reversible import Tape
+
 
 class Target(Part):
     """What becomes of the blocks' output before it is the target `t`. `symbol` is written with `Blocks(o)`."""
@@ -158,10 +160,11 @@ class Transition(nn.Module):
         e: Float[Tensor, "B T d"],
         blocks: Callable[[Tensor], Tensor],
         carry: Carry,
+        tape: Tape | None = None,
     ) -> tuple[Float[Tensor, "B T r d"], Carry]:
-        """The next state and the next carry, fused where every part is known."""
+        """The next state and the next carry, fused where every part is known; a `tape` is for the fused form only."""
         if self.kernels is not None and fused.unknown_part(self) is None:
-            return fused.step(self, self.kernels, Y, blocks, carry)
+            return fused.step(self, self.kernels, Y, blocks, carry, tape)
         record = self.step(Y, e, blocks, carry)
         return record.Y, record.carry
 

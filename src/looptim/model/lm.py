@@ -268,6 +268,11 @@ class LoopedBody(nn.Module):
             if self.config.loop.fused:
                 loop.set_form("compiled")
 
+    def reverse_loops(self) -> None:
+        """Rebuild the loops' states in the backward instead of keeping them, where the transition allows it."""
+        for loop in cast("list[Loop]", list(self.loops)):
+            loop.reverse()
+
 
 class LoopedLM(LoopedBody):
     """A `LoopedBody` and the head: a language model.

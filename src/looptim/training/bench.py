@@ -128,6 +128,8 @@ def _models(configs: Mapping[str, Config], device: torch.device) -> dict[str, Lo
         if config.train.compile:
             for loop in model.loops:
                 cast(Loop, loop).set_form("compiled")
+        if config.train.reversible and name != "vanilla":
+            model.reverse_loops()
         models[name] = model.to(device)
     return models
 

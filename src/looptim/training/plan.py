@@ -240,6 +240,7 @@ def do_without_values(model: LoopedLM, config: Config, world: World) -> None:
 def rehearse(config: Config, world: World, model: LoopedLM) -> Recorder:
     """Run one update on a batch of zeros, and tell what it did."""
     train = config.train
+    # What a reversible loop keeps depends on numbers that a plan does not have; it is planned as one that keeps all.
     model.checkpointing = train.activation_checkpointing
     optimizer = MuonAdamW(parameter_groups(model, lr=config.optim.lr, weight_decay=config.optim.weight_decay))
     optimizer.prepare()

@@ -113,6 +113,8 @@ def _prepare(config: Config, folder: RunDir, world: World, data: Dataset) -> Tra
     model.checkpointing = config.train.activation_checkpointing
     if config.train.compile:
         model.compile_blocks()
+    if config.train.reversible:
+        model.reverse_loops()
     optim = config.optim
     groups = parameter_groups(model, lr=optim.lr, weight_decay=optim.weight_decay, rates=optim.rates)
     optimizer = MuonAdamW(groups)
