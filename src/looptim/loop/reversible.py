@@ -31,7 +31,7 @@ def irreversible_part(transition: Transition) -> str | None:
 
     >>> import looptim as lo
     >>> irreversible_part(lo.build("operloop_muon", width=8, steps=2).transitions[0])
-    'the direction Polar of the rule'
+    'the direction Momentum of the rule'
     """
     # The fused form is a module that imports this one.
     from .fused import unknown_part
