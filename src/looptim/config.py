@@ -100,6 +100,7 @@ class ModelConfig(Strict):
     vocab_size: int = Field(128_896, ge=1, description="Tokens the model knows; bpe is trained to so many.")
     max_length: int = Field(4096, ge=1, description="The longest sequence the model accepts.")
     tied: bool = Field(False, description="Whether the head uses the embedding's weights.")
+    pairs: bool = Field(False, description="Whether a position reads two tokens, the sum of their embeddings.")
 
     pattern: str = Field("SSSF", description="S(liding) or F(ull) attention, repeated over the distinct blocks.")
     heads: int = Field(16, ge=1, description="Heads of queries.")
@@ -119,9 +120,7 @@ class ModelConfig(Strict):
     expert_hidden: int = Field(384, ge=1, description="Hidden width of a routed expert.")
     shared_hidden: int = Field(384, ge=1, description="Hidden width of the expert that every token goes to.")
     routed_scaling: float = Field(2.5, description="Factor of what the routed experts say.")
-    balance: Literal["pooled", "per_visit"] = Field(
-        "pooled", description="One router bias per layer, or one per visit."
-    )
+    balance: Literal["pooled", "per_visit"] = Field("pooled", description="A router bias per layer, or per visit.")
     balance_rate: float = Field(5e-3, ge=0, description="How far the router bias moves in an update.")
     aux_coefficient: float = Field(1e-3, ge=0, description="Of the sequence-level auxiliary loss.")
 

@@ -52,16 +52,28 @@ def load_config(path: str | Path, set: Iterable[str] = ()) -> Config:
     '1-2x3-1'
     """
     path = find_file("recipes", path)
-    values = _with_base(path)
-    # Overrides are merged into one, so that options may be set before or after the preset they belong to.
-    overrides: dict[str, Any] = {}
-    for override in [set] if isinstance(set, str) else set:
-        overrides = _merge(overrides, _loop_in_model(parse_override(override)))
-    values = _on_top(values, overrides)
+    values = _on_top(_with_base(path), _overrides(set))
     try:
         return Config(**values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def change(config: Config, set: Iterable[str]) -> Config:
+    """The same recipe with `a.b=c` overrides.
+
+    >>> change(load_config("nano"), ["optim.lr=0.01"]).optim.lr
+    0.01
+    """
+    return Config(**_on_top(config.model_dump(), _overrides(set)))
+
+
+def _overrides(set: Iterable[str]) -> dict[str, Any]:
+    """Merged into one, so that options may be set before or after the preset they belong to."""
+    merged: dict[str, Any] = {}
+    for text in [set] if isinstance(set, str) else set:
+        merged = _merge(merged, _loop_in_model(parse_override(text)))
+    return merged
 
 
 class Key(NamedTuple):
@@ -166,13 +178,14 @@ def _merge(base: Any, over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """`a.b=c` as nested tables; the value is TOML where it parses, else a string."""
+    """`a.b=c` as nested tables; the value is TOML where it parses, else a string; `a.b=` leaves the key without one."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise ValueError(f"--set {text!r} must have the form key=value, as in --set loop.preset=hyperloop")
-    parsed: Any
+    parsed: Any = None
     try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
+        if value.strip():
+            parsed = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         parsed = value.strip()
     for part in reversed(key.strip().split(".")):

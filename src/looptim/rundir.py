@@ -40,6 +40,8 @@ class RunDir:
         self.report = self.path / "report"
         self.diverged_file = self.path / "diverged.txt"
         """Why a run of a study came to no end."""
+        self.hops_file = self.path / "hops.json"
+        """What a run that learned chained assignments solves, by loops and hops."""
         self.tracking_file = self.path / "tracking_id"
         self.tensorboard = self.path / "tensorboard"
 

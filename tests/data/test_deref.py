@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from looptim.config import DataConfig
 from looptim.data import open_data
@@ -9,8 +10,8 @@ from looptim.data.deref import NAMES, VALUES, DerefDataset, hops_of, shortcut_sc
 from looptim.model import IGNORE
 
 
-def data(**knobs):
-    return DerefDataset(knobs, seq_len=140)
+def data(fold=0, **knobs):
+    return DerefDataset(knobs, seq_len=140, fold=fold)
 
 
 def resolve(text):
@@ -35,19 +36,41 @@ def test_targets_are_the_values_that_references_lead_to_and_all_depths_are_equal
         assert (documents[row] == np.where(np.arange(140) < 70, 0, -1)).all()
 
 
+def test_form_a_has_the_same_problems_a_position_for_each_statement():
+    plain, paired = data(chains=5, hops=7), data(chains=5, hops=7, pairs=True)
+    tokens, targets, _ = plain.windows("train", 3, np.arange(4))
+    together, wanted, documents = paired.windows("train", 3, np.arange(4))
+    assert (together[:, :35] == tokens[:, :70:2] * 257 + tokens[:, 1:70:2]).all()
+    assert (wanted[:, :35] == targets[:, 1:70:2]).all() and (wanted[:, 35:] == IGNORE).all()
+    assert (documents[:, :35] == 0).all() and (documents[:, 35:] == -1).all()
+    hops = paired.needed_hops(torch.from_numpy(together))
+    assert hops[0, :35].tolist() == hops_of(plain.problem("train", 3, 0)[0]) and (hops[:, 35:] == -1).all()
+    assert plain.needed_hops(torch.from_numpy(tokens))[:, 1:70:2].tolist() == hops[:, :35].tolist()
+    assert (plain.needed_hops(torch.from_numpy(tokens))[:, ::2] == -1).all()
+    assert plain.fingerprint["options"] == {"chains": 5, "hops": 7} != paired.fingerprint["options"]
+
+
+def orders(task, split, seed):
+    """The orders in which chains take turns, whatever their values, of some problems."""
+    found = set()
+    for index in range(300):
+        _, answers = task.problem(split, seed, index)
+        names = {}
+        found.add("".join(names.setdefault(answer, str(len(names))) for answer in answers))
+    return found
+
+
 def test_the_splits_are_disjoint_whatever_the_names():
     task = data(chains=2, hops=4)
-
-    def orders(split, seed):
-        found = set()
-        for index in range(300):
-            _, answers = task.problem(split, seed, index)
-            names = {}
-            found.add("".join(names.setdefault(answer, str(len(names))) for answer in answers))
-        return found
-
-    train, valid = orders("train", 0) | orders("train", 1), orders("valid", 0)
+    train, valid = orders(task, "train", 0) | orders(task, "train", 1), orders(task, "valid", 0)
     assert len(train) > 20 and valid and not train & valid
+
+
+def test_folds_hold_out_other_problems():
+    held = [orders(data(fold=fold, chains=2, hops=5), "valid", 0) for fold in range(3)]
+    assert all(held) and not (held[0] & held[1] or held[0] & held[2] or held[1] & held[2])
+    other = data(fold=1, chains=2, hops=5)
+    assert not orders(other, "train", 0) & held[1] and orders(other, "train", 0) & held[0]
 
 
 def test_shortcuts_score_what_the_docstring_says():
@@ -61,6 +84,8 @@ def test_shortcuts_score_what_the_docstring_says():
     ("options", "message"),
     [
         ({"chain": 3}, "no knob 'chain', did you mean 'chains'"),
+        ({"pairs": 1}, "knob 'pairs' of task 'deref' must be true or false, got 1"),
+        ({"fold": 10}, "data.valid_fold of task 'deref' is from 0 to 9, got 10"),
         ({"hops": 1}, "must be a whole number from 2 to 41, got 1"),
         ({"chains": 10, "hops": 40}, "task 'deref' has 82 names, but chains . hops is 400"),
         ({"chains": 10, "hops": 8}, "takes 160 tokens but a window holds 140"),

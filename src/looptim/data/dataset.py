@@ -71,6 +71,10 @@ class Dataset(abc.ABC):
     def windows(self, split: Split, seed: int, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The tokens, targets and documents at these places of the split's endless order."""
 
+    def needed_hops(self, tokens: Int[torch.Tensor, "rows length"]) -> Int[torch.Tensor, "rows length"] | None:
+        """How deep one must look for each target, -1 where there is none; None where that is not known."""
+        return None
+
     def batch(self, split: Split, *, seed: int, step: int, batch_size: int, rows: slice | None = None) -> Batch:
         """Tokens, targets and documents of a step, each (rows, seq_len) int64.
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Mapping
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
+import torch
 
 from ..base.choices import nearest
 from ..model import IGNORE
@@ -17,16 +18,24 @@ from .dataset import Dataset
 from .tasks import split_of
 from .tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from jaxtyping import Int
+
 NAMES = string.ascii_letters + "".join(c for c in string.punctuation if c not in "<>")
 """Of statements, 82 of them; a problem uses each at most once."""
 VALUES = string.digits
 KNOBS = {"chains": (6, 2, 10), "hops": (6, 2, 41)}
 """Default, lowest and highest."""
+FOLDS = 10
+"""Each holds out a tenth of the problems."""
 
 
 @final
 class DerefDataset(Dataset):
-    """Statements `name reference`, two tokens each; a reference is a value or the name of an earlier statement.
+    """Statements `name reference`; a reference is a value or the name of an earlier statement.
+
+    A statement is two tokens (form B), or with `pairs` (form A) one position that reads both: the number
+    `name * vocab_size + reference`, for a model with `model.pairs`. The problems are the same.
 
     `chains` chains of `hops` statements each are merged in a random order that keeps each chain's own. The first
     statement of a chain refers to a value, one per chain, every later one to the chain's statement before, by name;
@@ -42,7 +51,13 @@ class DerefDataset(Dataset):
     order alone puts it in the training or in the held-out split, which are therefore disjoint for every seed.
     """
 
-    def __init__(self, options: Mapping[str, Any], *, seq_len: int):
+    def __init__(self, options: Mapping[str, Any], *, seq_len: int, vocab_size: int = 257, fold: int = 0):
+        self.pairs = options.get("pairs", False)
+        if not isinstance(self.pairs, bool):
+            raise ValueError(f"knob 'pairs' of task 'deref' must be true or false, got {self.pairs!r}")
+        options = {name: value for name, value in options.items() if name != "pairs"}
+        if fold >= FOLDS:
+            raise ValueError(f"data.valid_fold of task 'deref' is from 0 to {FOLDS - 1}, got {fold}")
         for name, value in options.items():
             if name not in KNOBS:
                 raise ValueError(f"task 'deref' has no knob {name!r}{nearest(name, KNOBS)} known: {', '.join(KNOBS)}")
@@ -58,16 +73,19 @@ class DerefDataset(Dataset):
             raise ValueError(
                 f"task 'deref' has {len(NAMES)} names, but chains * hops is {statements}; lower one of them"
             )
-        if 2 * statements > seq_len:
+        length = statements if self.pairs else 2 * statements
+        if length > seq_len:
             raise ValueError(
-                f"a problem of synthetic:deref takes {2 * statements} tokens but a window holds {seq_len}; raise "
+                f"a problem of synthetic:deref takes {length} tokens but a window holds {seq_len}; raise "
                 "train.seq_len or lower a knob in data.options"
             )
-        self.seq_len, self.tokenizer = seq_len, Tokenizer.bytes()
+        self.seq_len, self.tokenizer, self.vocab_size, self.fold = seq_len, Tokenizer.bytes(), vocab_size, fold
+        # An answer is defined where a statement is whole.
+        self._answered = slice(None) if self.pairs else slice(1, None, 2)
         examples = [self.problem(split, 0, index) for split in SPLITS for index in range(16)]
         self.fingerprint = {
             "source": "synthetic:deref",
-            "options": self.knobs,
+            "options": {**self.knobs, **({"pairs": True} if self.pairs else {})},
             "content": digest(examples),
             "tokenizer": self.tokenizer.hash,
         }
@@ -86,7 +104,7 @@ class DerefDataset(Dataset):
             rng.shuffle(turns)
             order: dict[int, str] = {}
             canonical = " ".join(order.setdefault(chain, str(len(order))) for chain in turns)
-            if split_of(f"{self.hops}:{canonical}") == split:
+            if split_of(f"{self.hops}:{canonical}", self.fold) == split:
                 break
         names, values = rng.sample(NAMES[: len(turns)], len(turns)), rng.sample(VALUES, self.chains)
         latest = list(values)
@@ -103,10 +121,23 @@ class DerefDataset(Dataset):
         documents = np.full(shape, -1, dtype=np.int64)
         for row, sample in enumerate(samples):
             text, answers = self.problem(split, seed, int(sample))
-            tokens[row, : len(text)] = np.frombuffer(text.encode(), dtype=np.uint8)
-            targets[row, 1 : len(text) : 2] = np.frombuffer(answers.encode(), dtype=np.uint8)
-            documents[row, : len(text)] = 0
+            read, wanted = (np.frombuffer(each.encode(), dtype=np.uint8).astype(np.int64) for each in (text, answers))
+            if self.pairs:
+                read = read[::2] * self.vocab_size + read[1::2]
+            tokens[row, : len(read)] = read
+            targets[row, self._answered][: len(wanted)] = wanted
+            documents[row, : len(read)] = 0
         return tokens, targets, documents
+
+    def needed_hops(self, tokens: Int[torch.Tensor, "rows length"]) -> Int[torch.Tensor, "rows length"]:
+        found = torch.full_like(tokens, -1)
+        for row, line in zip(found, tokens.tolist(), strict=True):
+            read = [token for token in line if token != self.tokenizer.eos]
+            if self.pairs:
+                read = [part for pair in read for part in divmod(pair, self.vocab_size)]
+            hops = torch.tensor(hops_of("".join(map(chr, read))))
+            row[self._answered][: len(hops)] = hops
+        return found
 
 
 def hops_of(text: str) -> list[int]:

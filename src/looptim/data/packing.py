@@ -82,7 +82,7 @@ def _open_task(config: DataConfig, *, vocab_size: int, seq_len: int) -> Dataset:
         raise ValueError(f"data.valid_source {config.valid_source!r} cannot go with {config.source!r}; leave it out")
     if config.source == "synthetic:deref":
         _check_size(Tokenizer.bytes(), config, vocab_size)
-        return DerefDataset(config.options, seq_len=seq_len)
+        return DerefDataset(config.options, seq_len=seq_len, vocab_size=vocab_size, fold=config.valid_fold)
     task = find_task(config.source.removeprefix("synthetic:"))
     # A task has no text to train a BPE on, and its digits must stay apart.
     tokenizer = Tokenizer.bytes() if config.tokenizer == "bpe" else _given_tokenizer(config)

@@ -103,10 +103,10 @@ class Task:
         return settings
 
 
-def split_of(canonical: str) -> Literal["train", "valid"]:
-    """The split a problem belongs to, for every seed and for ever."""
+def split_of(canonical: str, fold: int = 0) -> Literal["train", "valid"]:
+    """The split a problem belongs to, for every seed and for ever; each fold holds out other problems."""
     hash = int.from_bytes(hashlib.blake2b(canonical.encode(), digest_size=8).digest(), "big")
-    return "valid" if hash < HELD_OUT * 2**64 else "train"
+    return "valid" if fold * HELD_OUT * 2**64 <= hash < (fold + 1) * HELD_OUT * 2**64 else "train"
 
 
 def find_task(name: str) -> Task:

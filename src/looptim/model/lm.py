@@ -16,6 +16,7 @@ from ..loop.depth import Fixed
 from .attention import Attend, causal_attention, document_starts
 from .block import Block
 from .build import build_block, build_loop, derive, draw_seed, seeded
+from .embedding import build_embedding
 from .head import IGNORE, Head
 from .layout import Layout
 from .moe import MoEStats
@@ -76,7 +77,7 @@ class LoopedBody(nn.Module):
             seeded(seed, f"loops.{i}", lambda s=segment: build_loop(config, s.loops))
             for i, segment in enumerate(s for s in config.segments if s.loops is not None)
         )
-        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.embedding = build_embedding(config)
         self.blocks = nn.ModuleList()
         layout = Layout.of(config)
         for index, (layer, visits) in enumerate(zip(layout.blocks, layout.visits, strict=True)):
@@ -113,7 +114,7 @@ class LoopedBody(nn.Module):
             raise ValueError(f"tokens must have the shape (batch, length) with at least one, got {tuple(tokens.shape)}")
         if tokens.shape[1] > self.config.max_length:
             raise ValueError(f"the sequence has {tokens.shape[1]} tokens, but max_length is {self.config.max_length}")
-        self.check_vocabulary(tokens)
+        self.check_vocabulary(tokens // self.config.vocab_size if self.config.pairs else tokens)
         return self.embedding(tokens.long())
 
     def check_vocabulary(self, tokens: Int[Tensor, "B T"]) -> None:

@@ -23,6 +23,7 @@ from ..base.console import Progress
 from ..base.files import HeldError, write_whole
 from ..config import Config
 from ..evaluation import evaluate
+from ..evaluation.hops import evaluate_hops
 from ..evaluation.tasks import COUNT as PROBLEMS
 from ..rundir import RunDir, read_record
 from ..training.checkpoint import prune
@@ -62,8 +63,10 @@ def is_settled(cell: Cell, runs: Path) -> bool:
 
 def answers_of(cell: Cell, runs: Path) -> Path | None:
     """The file of a run that has its exact match, where it learns a task."""
-    task = task_of(cell.config)
-    return RunDir(runs / cell.name).evaluation(task, limit=PROBLEMS).result if task else None
+    task, run = task_of(cell.config), RunDir(runs / cell.name)
+    if task == "deref":
+        return run.hops_file
+    return run.evaluation(task, limit=PROBLEMS).result if task else None
 
 
 @contextmanager
@@ -192,6 +195,9 @@ def _run(cell: Cell, runs: Path) -> None:
 
 def _ask(task: str, run: RunDir) -> None:
     with run.claim():
+        if task == "deref":
+            evaluate_hops(run.path, problems=PROBLEMS)
+            return
         evaluate(run.path, tasks=[task], limit=PROBLEMS, batch_size=100, quiet=True)
 
 

@@ -41,6 +41,8 @@ class Outcome:
     """The mean over the last fifth of the updates, in nats per token; empty where text was seen before."""
     exact_match: dict[int, float]
     """Shares, on the task the runs learn; empty on text."""
+    hops: dict[int, dict[str, list[float]]]
+    """Of chained assignments: shares by loops, then by hops; empty elsewhere."""
 
 
 class Measure(NamedTuple):
@@ -143,7 +145,7 @@ def _check_config(cell: Cell, run: RunDir) -> None:
 
 def outcomes(plan: Plan, runs: Path, *, seen: Mapping[str, str] | None = None) -> list[Outcome]:
     """Every variant's settled runs. That they are whole and all saw the same data, and that in `seen`, is checked."""
-    found = {name: Outcome(name, {}, {}, {}, {}, {}) for name in plan.study.variants}
+    found = {name: Outcome(name, {}, {}, {}, {}, {}, {}) for name in plan.study.variants}
     seen = dict(seen or {})
     for cell in plan.cells:
         outcome = found[cell.variant]
@@ -156,7 +158,7 @@ def outcomes(plan: Plan, runs: Path, *, seen: Mapping[str, str] | None = None) -
         try:
             run = _read(cell, runs)
             data = run.environment["data"]
-            share = _exact_match(cell, runs)
+            answers = _answers(cell, runs)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"the run {runs / cell.name} is damaged ({error}); delete it, and the same command trains it again"
@@ -170,8 +172,10 @@ def outcomes(plan: Plan, runs: Path, *, seen: Mapping[str, str] | None = None) -
         outcome.loss[cell.seed] = loss
         if is_fresh(cell, data):
             outcome.training_loss[cell.seed] = training_loss(run, cell.config.train.steps)
-        if share is not None:
-            outcome.exact_match[cell.seed] = share
+        if answers is not None:
+            outcome.exact_match[cell.seed] = answers["results"]["exact_match,none"]
+            if task_of(cell.config) == "deref":
+                outcome.hops[cell.seed] = answers["loops"]
     if len(seen) > 1:
         raise ValueError(
             f"{' and '.join(list(seen.values())[:2])} in {runs} see different data, so they cannot be compared; "
@@ -216,9 +220,9 @@ def _read(cell: Cell, runs: Path) -> Run:
     return run
 
 
-def _exact_match(cell: Cell, runs: Path) -> float | None:
+def _answers(cell: Cell, runs: Path) -> dict[str, Any] | None:
     answers = answers_of(cell, runs)
-    return None if answers is None else json.loads(answers.read_text())["results"]["exact_match,none"]
+    return None if answers is None else json.loads(answers.read_text())
 
 
 def spikes(run: Run) -> int:

@@ -11,19 +11,23 @@ from pathlib import Path
 
 from ..base.files import check_writable, claimed, write_whole
 from ..config import Config
+from ..recipe import find_file
 from ..reporting.charts import samples_of
 from ..reporting.page import Page, equations_of, write_report
 from ..reporting.plots import render
 from ..reporting.tables import FORMATS, Table
 from ..rundir import difference
+from . import phi_page
 from .archive import ARCHIVE, pack, unpack
 from .charts import charts, first_of, forests, groups
 from .figures import FIGURES, draw
 from .grid import is_settled, run_grid, sigterm_as_ctrl_c
+from .hops import hop_pictures, hop_tables
 from .measures import Comparison, Outcome, as_json, check_runs, compare, outcomes
 from .spec import Plan, load_plan
 from .statistics import student
 from .tables import tables
+from .tuning import FOLDER, choose, plan_trials, tuned
 
 
 @sigterm_as_ctrl_c()
@@ -40,14 +44,23 @@ def study(
     """Run a study and write its table, figures and page into `out`; the page's path is returned.
 
     Finished runs are skipped and cut ones resumed. Runs go to `runs` (OUT/runs by default): studies that are given
-    the same folder share the runs they have in common. `jobs` of them are trained at a time. What finished runs logged
-    is also kept in OUT/runs.zip, from which the study goes on where the runs themselves are gone.
+    the same folder share the runs they have in common. `jobs` of them are trained at a time; with 0 the table and the
+    figures are made of the runs that are there. What finished runs logged is also kept in OUT/runs.zip, from which the
+    study goes on where the runs themselves are gone.
     """
-    if jobs < 1:
-        raise ValueError(f"jobs must be at least 1, got {jobs}")
+    if jobs < 0:
+        raise ValueError(f"jobs must be at least 1, or 0 to train nothing, got {jobs}")
+    path, out = find_file("studies", path), Path(out)
     plan = load_plan(path, scale=scale, set=set)
-    out = Path(out)
     folder = out / "runs" if runs is None else Path(runs)
+    if plan.study.tune is not None:
+        trials = plan_trials(path, plan, set=set)
+        _carry_out(trials, out / FOLDER, folder, jobs=jobs, progress=progress)
+        plan = tuned(path, plan, choose(plan.study, outcomes(trials, folder)), set=set)
+    return _carry_out(plan, out, folder, jobs=jobs, progress=progress)
+
+
+def _carry_out(plan: Plan, out: Path, folder: Path, *, jobs: int, progress: bool) -> Path:
     _check_folder(out, plan)
     for place in (out, folder):
         check_writable(place)
@@ -57,11 +70,13 @@ def study(
     unpack(plan, out / ARCHIVE, folder)
     if progress:
         _say_what_is_reused(plan, folder, changed)
-    check_runs(plan, folder, progress=progress)
+    if jobs:
+        check_runs(plan, folder, progress=progress)
     with claimed(out):
         write_whole(out / "study.json", json.dumps(plan.identity(), indent=2))
         try:
-            run_grid(plan, folder, jobs=jobs, progress=progress)
+            if jobs:
+                run_grid(plan, folder, jobs=jobs, progress=progress)
         except KeyboardInterrupt:
             # The runs so far are worth seeing, and the tables say what is missing.
             write(plan, outcomes(plan, folder), folder, out)
@@ -120,16 +135,32 @@ def _check_folder(out: Path, plan: Plan) -> None:
 
 def write(plan: Plan, found: Sequence[Outcome], runs: Path, out: Path) -> Path:
     """Tables, figures, the page and the archive of what is there."""
-    compared = compare(plan, found)
-    made = tables(plan, found, compared)
-    _, files = render(lambda: draw(plan, found, compared))
+    page, files = _phi(plan, found, out) if plan.study.phi is not None else _differences(plan, found)
     for kind, form in FORMATS.items():
-        files[f"results.{kind}"] = form(made).encode()
+        files[f"results.{kind}"] = form(page.tables).encode()
     files[ARCHIVE] = pack(plan, runs, out / ARCHIVE)
-    files["results.json"] = (json.dumps(as_json(plan, found, compared), indent=2) + "\n").encode()
-    files["index.html"] = _page(plan, found, compared, made).html().encode()
+    files["index.html"] = page.html().encode()
     write_report(out, files, figures=FIGURES)
     return out / "index.html"
+
+
+def _differences(plan: Plan, found: Sequence[Outcome]) -> tuple[Page, dict[str, bytes]]:
+    """What a study says of its variants against the reference."""
+    compared = compare(plan, found)
+    made = tables(plan, found, compared) + hop_tables(plan, found)
+    _, files = render(lambda: draw(plan, found, compared) + hop_pictures(plan, found))
+    files["results.json"] = (json.dumps(as_json(plan, found, compared), indent=2) + "\n").encode()
+    return _page(plan, found, compared, made), files
+
+
+def _phi(plan: Plan, found: Sequence[Outcome], out: Path) -> tuple[Page, dict[str, bytes]]:
+    """What it says of loops, where its variants are a grid for that."""
+    measured = phi_page.measure(phi_page.points_of(plan, found), out / phi_page.FILE)
+    _, files = render(lambda: [] if measured is None else [phi_page.picture(plan, measured)])
+    if measured is not None:
+        files[phi_page.FILE] = (json.dumps(measured) + "\n").encode()
+    page = _page(plan, [], [], [phi_page.table(plan, measured, found)])
+    return dataclasses.replace(page, notes=["Made with", *_origins(found)]), files
 
 
 def _page(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison], made: Sequence[Table]) -> Page:

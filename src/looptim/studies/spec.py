@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, final
 
@@ -15,8 +15,9 @@ from pydantic import AfterValidator, Field, model_validator
 from ..config import Config, Strict, TrainConfig
 from ..loop.source import code_of
 from ..model.count import Count, count, training_flops
-from ..recipe import find_file, load_config, shipped
+from ..recipe import change, find_file, load_config, shipped
 from ..training.train import check_model
+from .phi_grid import PhiGrid
 
 TOLERANCE = 0.02
 """How far the training FLOPs of a variant may be from the reference's."""
@@ -24,6 +25,10 @@ TOLERANCE = 0.02
 
 OWN = {"train.steps": "tokens", "loop": "variants", "model.loop": "variants"}
 """Keys of a recipe that a study sets itself, and from what."""
+OWN_OF_VARIANT = {"train.steps": "budget", "loop.preset": "preset", "model.layout": "layout"}
+"""The same for the changes of one variant."""
+COMMON = ("data", "train.batch_size", "train.seq_len")
+"""Keys of which all variants have the same."""
 VARIED = {"both": ("train.seed", "train.data_seed"), "weights": ("train.seed",), "data": ("train.data_seed",)}
 """Those that it has from its seeds, by what these are to vary."""
 
@@ -34,6 +39,7 @@ def _each_once(seeds: tuple[int, ...]) -> tuple[int, ...]:
     return seeds
 
 
+Trials = dict[str, tuple[bool | int | float | str, ...]]
 Seeds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], AfterValidator(_each_once)]
 
 
@@ -44,7 +50,22 @@ class Variant(Strict):
     options: dict[str, Any] = Field({})
     noncausal: bool = Field(False, description="Train it although a token sees later ones or other sequences.")
     layout: str | None = None
+    set: tuple[str, ...] = Field((), description="Its own changes to the base, as key=value: of model, optim or train.")
+    budget: float = Field(1.0, gt=0, description="Of the study's tokens.")
+    trials: Trials | None = Field(None, description="What it is tuned over, where that is not what the others are.")
     against: str | None = Field(None, description="Another variant it is also compared with, such as its twin.")
+
+
+class Tuning(Strict):
+    """Trials before the runs that are reported: every variant keeps the values of its best one.
+
+    Every variant has equally many trials, by the validation loss on seeds and held-out documents of their own.
+    """
+
+    seeds: Seeds = Field(min_length=1)
+    tokens: int | None = Field(None, ge=1, description="The budget of a trial, where it is not that of a run.")
+    set: tuple[str, ...] = Field(("data.valid_fold=1",), description="What gives it held-out documents of its own.")
+    trials: Trials = Field(description="Values of keys, every combination a trial.")
 
 
 class Scale(Strict):
@@ -53,6 +74,7 @@ class Scale(Strict):
     base: str | None = None
     tokens: int | None = Field(None, ge=1)
     seeds: Seeds | None = Field(None, min_length=1)
+    set: tuple[str, ...] | None = None
 
 
 class Study(Strict):
@@ -69,6 +91,8 @@ class Study(Strict):
     matched: bool = Field(True, description="Whether training FLOPs must agree.")
     set: tuple[str, ...] = Field((), description="Changes to the base, as key=value.")
     variants: dict[str, Variant] = Field(min_length=1)
+    tune: Tuning | None = None
+    phi: PhiGrid | None = Field(None, description="The variants as a grid that the exponent of loops is fitted to.")
     scales: dict[str, Scale] = Field({})
 
     @model_validator(mode="after")
@@ -78,6 +102,8 @@ class Study(Strict):
         for name, variant in self.variants.items():
             if variant.against is not None and variant.against not in self.variants.keys() - {name}:
                 raise ValueError(f"variant {name!r} is against {variant.against!r}, which is no other variant")
+            if self.tune is None and variant.trials is not None:
+                raise ValueError(f"variant {name!r} has trials, but the study has no [tune]")
         return self
 
 
@@ -113,6 +139,8 @@ class Plan:
     counts: dict[str, Count]
     costs: dict[str, float]
     """Training FLOPs of a token."""
+    notes: tuple[str, ...] = ()
+    """What a reader of its tables is to know besides."""
 
     def config(self, variant: str) -> Config:
         """Of the first seed."""
@@ -150,14 +178,23 @@ class Plan:
 def load_plan(path: str | Path, *, scale: str | None = None, set: Iterable[str] = ()) -> Plan:
     """The grid of a study file; every variant is built, on the meta device, and its FLOPs are compared."""
     path = find_file("studies", path)
-    study = _read(path)
+    return make_plan(path, _scaled(path, _read(path), scale), set=set)
+
+
+def _scaled(path: Path, study: Study, scale: str | None) -> Study:
     if scale is not None:
         if scale not in study.scales:
             known = f"it has: {', '.join(study.scales)}" if study.scales else "it has none"
             raise ValueError(f"{path} has no scale {scale!r}; {known}")
         study = study.model_copy(update=study.scales[scale].model_dump(exclude_none=True))
+    return study
+
+
+def make_plan(path: Path, study: Study, *, set: Iterable[str] = ()) -> Plan:
+    """The grid of a study that was read from `path`."""
     changes = [*study.set, *([set] if isinstance(set, str) else set)]
-    _check_changes(changes, study)
+    layouts = all(variant.layout for variant in study.variants.values())
+    _check_changes(changes, study, {**OWN, **({"model.layout": "variants"} if layouts else {})})
     # The base's own length is not that of a run: changes must fit what `_config` makes of it, and are checked there.
     base = load_config(_base(path, study.base), set=[*changes, f"train.steps={study.tokens}"])
     configs = {name: _config(base, study, name) for name in study.variants}
@@ -171,7 +208,7 @@ def load_plan(path: str | Path, *, scale: str | None = None, set: Iterable[str] 
         for seed in study.seeds
         for name, config in configs.items()
     ]
-    counts = {name: _count(name, config) for name, config in configs.items()}
+    counts = _counts(configs)
     costs = {name: training_flops(config) for name, config in configs.items()}
     plan = Plan(path.stem, study, cells, counts, costs)
     if study.matched:
@@ -195,17 +232,20 @@ def _base(path: Path, base: str) -> Path:
 
 def _read(path: Path) -> Study:
     try:
-        return Study(**tomllib.loads(path.read_text(encoding="utf-8")))
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        if "phi" in values:
+            grid = PhiGrid(**values["phi"])
+            values |= {"variants": grid.variants(), "reference": grid.members()[0].name}
+        return Study(**values)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _check_changes(changes: Iterable[str], study: Study) -> None:
+def _check_changes(changes: Iterable[str], study: Study, own: Mapping[str, str]) -> None:
     """A change that the study would overwrite is not passed over in silence."""
-    layouts = all(variant.layout for variant in study.variants.values())
-    own = {**OWN, **dict.fromkeys(VARIED[study.vary], "seeds"), **({"model.layout": "variants"} if layouts else {})}
+    own = {**own, **dict.fromkeys(VARIED[study.vary], "seeds")}
     for text in changes:
         for key, source in own.items():
             if f"{text.partition('=')[0].strip()}.".startswith(f"{key}."):
@@ -217,19 +257,28 @@ def _config(base: Config, study: Study, name: str) -> Config:
     values = base.model_dump()
     values["model"]["loop"] = variant.model_dump(include={"preset", "options", "noncausal"})
     values["model"]["layout"] = variant.layout or base.model.layout
-    values["train"]["steps"] = max(1, round(study.tokens / (base.train.batch_size * base.train.seq_len)))
+    budget = variant.budget * study.tokens
+    values["train"]["steps"] = max(1, round(budget / (base.train.batch_size * base.train.seq_len)))
     try:
-        return Config(**values)
+        _check_changes(variant.set, study, {**OWN_OF_VARIANT, **dict.fromkeys(COMMON, "base, the same for all")})
+        return change(Config(**values), variant.set)
     except ValueError as error:
         raise ValueError(f"variant {name!r}: {error}") from None
 
 
-def _count(name: str, config: Config) -> Count:
-    try:
-        check_model(config)
-        return count(config)
-    except ValueError as error:
-        raise ValueError(f"variant {name!r} does not build: {error}") from None
+def _counts(configs: Mapping[str, Config]) -> dict[str, Count]:
+    """What every variant costs. A transition is looked into once, whatever width, budget or rate it comes with."""
+    seen, counts = set(), {}
+    for name, config in configs.items():
+        transition = (config.model.loop.model_dump_json(), config.train.loops.model_dump_json())
+        try:
+            if transition not in seen:
+                check_model(config)
+            counts[name] = count(config)
+        except ValueError as error:
+            raise ValueError(f"variant {name!r} does not build: {error}") from None
+        seen.add(transition)
+    return counts
 
 
 def _check_matched(plan: Plan) -> None:

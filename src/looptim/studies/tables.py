@@ -27,6 +27,7 @@ def _results(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison
     columns: dict[str, Sequence[str | Cell]] = {
         "variant": [_label(plan, outcome.variant) for outcome in found],
         "layout": [plan.config(outcome.variant).model.layout for outcome in found],
+        **_own(plan, found),
         "parameters": [f"{sum(plan.counts[outcome.variant].parameters.values()) / 1e6:.2f} M" for outcome in found],
         f"FLOPs / {study.reference}": [f"{plan.flops(outcome.variant):.3f}×" for outcome in found],
         "seeds": [f"{len(outcome.runs)} of {len(study.seeds)}" for outcome in found],
@@ -35,6 +36,12 @@ def _results(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison
         columns |= _columns(plan, found, each)
     rows = [list(row) for row in zip(*columns.values(), strict=True)]
     return Table(plan.name, study.title, list(columns), rows, _notes(plan, found, compared), error=HALF_WIDTH, labels=1)
+
+
+def _own(plan: Plan, found: Sequence[Outcome]) -> dict[str, Sequence[str | Cell]]:
+    """A column for what variants change of the base, where any does."""
+    changes = [", ".join(plan.study.variants[outcome.variant].set) for outcome in found]
+    return {"set": [text or "–" for text in changes]} if any(changes) else {}
 
 
 def _label(plan: Plan, variant: str) -> str:
@@ -125,8 +132,10 @@ def _notes(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison])
             "The training loss is the mean over the last fifth of the updates, each before its update; no text was "
             "seen twice, so that it is a loss on unseen text too."
         )
+    notes += plan.notes
     if task_of(config):
-        notes.append(f"Exact match by greedy generation on {PROBLEMS} held-out problems, the same for every run.")
+        how = "" if task_of(config) == "deref" else " by greedy generation"
+        notes.append(f"Exact match{how} on {PROBLEMS} held-out problems, the same for every run.")
     if not study.matched:
         notes.append("The variants were not required to match in FLOPs.")
     missing = sum(len(study.seeds) - len(outcome.runs) for outcome in found)

@@ -172,6 +172,7 @@ def validate(run: TrainingState) -> dict[str, Any]:
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
     looped = any(isinstance(module, Loop) for module in run.model.modules())
     values: dict[str, Any] = {}
+    solved: list[Tensor] = []
     run.model.eval()
     for index in range(settings.valid_batches):
         batch = run.data.batch("valid", seed=settings.seed, step=index, batch_size=settings.batch_size, rows=rows)
@@ -182,9 +183,23 @@ def validate(run: TrainingState) -> dict[str, Any]:
             total += torch.stack([out.cross_entropy.double() * counted, counted.double()])
             if seen is not None:
                 values = _loop_statistics(seen)
+            hops = run.data.needed_hops(piece.tokens)
+            if hops is not None:
+                solved.append(count_right(run.model(piece.tokens), piece.targets, hops))
     run.model.train()
     loss, counted = world.sum(total).tolist()
+    if solved:
+        right, asked = world.sum(torch.stack(solved).sum(0))
+        values["valid_accuracy"] = [round(share, 4) for share in (right / asked).tolist()]
     return {"valid_loss": loss / counted, **values}
+
+
+def count_right(logits: Tensor, targets: Tensor, hops: Tensor) -> Tensor:
+    """By the hops that are needed: the number of right answers, and of answers asked for; (2, most hops + 1)."""
+    asked = hops >= 0
+    right = (logits.argmax(-1) == targets) & asked
+    most = int(hops.max()) + 1
+    return torch.stack([torch.bincount(hops[which], minlength=most) for which in (right, asked)])
 
 
 def _loop_statistics(seen: Any) -> dict[str, list[float]]:

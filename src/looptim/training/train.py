@@ -125,6 +125,11 @@ def check_model(config: Config) -> None:
     """That the model of a recipe builds, sees no future, keeps documents apart, and samples and cuts its loops."""
     with torch.device("meta"):
         model = LoopedLM(config.model, seed=0)
+    if config.model.pairs != bool(config.data.options.get("pairs")):
+        raise ValueError(
+            f"model.pairs ({config.model.pairs}) and data.options.pairs must agree: both say that a position reads two "
+            "tokens; set both or none"
+        )
     if config.data.mask_attention:
         model.check_documents()
     check_transition(config)
