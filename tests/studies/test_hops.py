@@ -2,6 +2,7 @@
 
 import pytest
 
+from looptim.reporting.tables import csv_text
 from looptim.rundir import Run
 from looptim.studies.hops import _updates_to_solve, hop_pictures, hop_tables
 from looptim.studies.measures import Outcome
@@ -26,6 +27,7 @@ def test_tables_have_the_hops_the_shortcuts_and_the_loops_at_test_time():
     found = [runs_of("vanilla x1", {"1": [1.0, 0.95, 0.5]}, **{"2": [1.0, 1.0, 0.97]})]
     found += [runs_of("operloop x2", {"2": [1.0, 0.5, 0.97]})]
     by_hops, by_loops = hop_tables(plan, found)
+    assert "100" in csv_text([by_hops, by_loops])
     assert [cell.value for cell in by_hops.rows[0][1:6]] == pytest.approx([2.45, 100, 95, 50, 400])
     assert [row[0] for row in by_hops.rows] == [
         "vanilla x1",

@@ -404,7 +404,7 @@ def outcome_of(variant, losses, shares, norm):
     lines = [{"step": i, "tokens": i, "loss": 1.0, "grad_norm": value} for i, value in enumerate([99, *norm], 1)]
     data = {"content": "c0ffee", "valid_tokens": 100, "valid_documents": 3, "valid_bytes": 400, "valid_hash": "beef"}
     run = Run(variant, lines * 10, {}, {"env.json": json.dumps({"data": data})})
-    return Outcome(variant, dict.fromkeys(losses, run), {}, losses, {}, shares)
+    return Outcome(variant, dict.fromkeys(losses, run), {}, losses, {}, shares, {})
 
 
 def test_every_number_of_a_table_is_where_it_belongs(file):
@@ -436,7 +436,7 @@ def test_every_number_of_a_table_is_where_it_belongs(file):
 def test_two_looped_segments_are_two_lines_each_from_its_own_start():
     lines = [{"step": step, "tokens": step, "state_norm": [1.0, 2.0, 8.0, 4.0, 16.0]} for step in (0, 9)]
     run = Run("x", lines, {"model.layout": "1-1x1-1-2x2-1"}, {})
-    picture = _state_norm([Outcome("x", {0: run}, {}, {}, {}, {})], {"x": styles_of(["operloop"])[0]})
+    picture = _state_norm([Outcome("x", {0: run}, {}, {}, {}, {}, {})], {"x": styles_of(["operloop"])[0]})
     assert picture is not None
     before = [line.get_xydata().tolist() for line in picture.figure.axes[0].lines if line.get_linestyle() != "None"]
     assert before == [[[0, 1], [1, 2]], [[2, 1], [3, 0.5], [4, 2]]]
@@ -701,9 +701,10 @@ def test_the_shipped_studies_are_matched_or_say_why():
     files = sorted(STUDIES.glob("*.toml"))
     assert {file.stem for file in files} >= {"main", "alignment", "loops", "ablation", "roadmap"}
     for file in files:
-        for scale in (None, *load_plan(file).study.scales):
-            # A task that has its own recipe is not exchanged.
-            task = "synthetic" in load_plan(file).cells[0].config.data.source
+        whole = load_plan(file)
+        # A task that has its own recipe is not exchanged.
+        task = "synthetic" in whole.cells[0].config.data.source
+        for scale in (None, *whole.study.scales):
             plan = load_plan(file, scale=scale, set=[] if task else ["data.source=synthetic:addition"])
             assert len(plan.cells) >= 2
         lines = file.read_text().splitlines()

@@ -16,6 +16,7 @@ from ..reporting.tables import Cell, Table
 from ..rundir import Run
 from .measures import Outcome
 from .spec import Plan
+from .tables import HALF_WIDTH
 
 SOLVED = 0.9
 """The share of right answers from which on a number of hops counts as solved."""
@@ -60,7 +61,8 @@ def _by_hops(plan: Plan, done: Sequence[Outcome]) -> Table:
         "Updates and FLOPs until 90% of the answers that need at most R hops are right, the median over seeds, counted "
         "at validations; – where half of the runs do not get there.",
     ]
-    return Table("hops", "Right answers by hops, at the trained depth", header, rows, notes, labels=1)
+    title = "Right answers by hops, at the trained depth"
+    return Table("hops", title, header, rows, notes, error=HALF_WIDTH, labels=1)
 
 
 def _time_to_solve(plan: Plan, outcome: Outcome) -> tuple[Cell, Cell]:
@@ -100,7 +102,7 @@ def _by_loops(plan: Plan, done: Sequence[Outcome]) -> list[Table]:
         f"Hops up to which every number of hops has {SOLVED:.0%} right answers, the mean over seeds, when a transition "
         "that is shared by its loops runs another number of them than it was trained with."
     )
-    return [Table("test_loops", "Loops at test time", header, rows, [note], labels=1)]
+    return [Table("test_loops", "Loops at test time", header, rows, [note], error=HALF_WIDTH, labels=1)]
 
 
 def _reach(seen: np.ndarray | None) -> Cell:

@@ -209,8 +209,8 @@ def make_plan(path: Path, study: Study, *, set: Iterable[str] = ()) -> Plan:
         for name, config in configs.items()
     ]
     counts = _counts(configs)
-    costs = {name: training_flops(config) for name, config in configs.items()}
-    plan = Plan(path.stem, study, cells, counts, costs)
+    costs = {name: cost for name, (_, cost) in counts.items()}
+    plan = Plan(path.stem, study, cells, {name: counted for name, (counted, _) in counts.items()}, costs)
     if study.matched:
         _check_matched(plan)
     return plan
@@ -266,18 +266,26 @@ def _config(base: Config, study: Study, name: str) -> Config:
         raise ValueError(f"variant {name!r}: {error}") from None
 
 
-def _counts(configs: Mapping[str, Config]) -> dict[str, Count]:
-    """What every variant costs. A transition is looked into once, whatever width, budget or rate it comes with."""
-    seen, counts = set(), {}
+def _counts(configs: Mapping[str, Config]) -> dict[str, tuple[Count, float]]:
+    """What every variant has and costs, and that it builds.
+
+    A model is counted once, whatever budget or rate it comes with, and a transition looked into once, whatever model.
+    """
+    looked_into: set[str] = set()
+    counted: dict[str, tuple[Count, float]] = {}
+    counts = {}
     for name, config in configs.items():
-        transition = (config.model.loop.model_dump_json(), config.train.loops.model_dump_json())
+        loops = config.train.loops.model_dump_json()
+        transition, model = config.model.loop.model_dump_json() + loops, config.model.model_dump_json() + loops
         try:
-            if transition not in seen:
+            if transition not in looked_into:
                 check_model(config)
-            counts[name] = count(config)
+            if model not in counted:
+                counted[model] = count(config), training_flops(config)
         except ValueError as error:
             raise ValueError(f"variant {name!r} does not build: {error}") from None
-        seen.add(transition)
+        looked_into.add(transition)
+        counts[name] = counted[model]
     return counts
 
 
