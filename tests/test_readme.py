@@ -1,25 +1,79 @@
-"""What the README says that its code blocks cannot check by running."""
+"""What the README and the docs say that their code blocks cannot check by running."""
 
+import re
 from pathlib import Path
 
+import pytest
+
+import looptim
+from looptim.base.markup import markdown_table
 from looptim.loop import table as zoo
+from looptim.recipe import keys
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+RESULTS = (ROOT / "docs" / "results.md").read_text()
+HOME = "https://github.com/looptim/looptim/blob/main/"
+RAW = "https://raw.githubusercontent.com/looptim/looptim/main/"
 
 
-def test_the_zoo_in_the_readme_is_the_zoo_in_the_code():
-    assert zoo.markdown(zoo.zoo()) in README
+def test_the_zoo_in_the_docs_is_the_zoo_in_the_code():
+    assert zoo.markdown(zoo.zoo()) in (ROOT / "docs" / "zoo.md").read_text()
 
 
-def test_the_readme_shows_the_two_commands():
-    assert "make demo" in README
-    assert "make test" in README
+def test_every_recipe_key_is_in_the_docs():
+    order = ["name", "default", "type", "meaning"]
+    table = markdown_table(order, [[key._asdict()[name] for name in order] for key in keys()])
+    assert table in (ROOT / "docs" / "keys.md").read_text(), "run `looptim config --markdown`"
+
+
+def test_every_environment_variable_is_in_the_docs():
+    found = set()
+    for file in (ROOT / "src").rglob("*.py"):
+        text = file.read_text()
+        found |= set(re.findall(r"environ(?:\.get\(|\[|\.setdefault\()\"([A-Z_]+)\"", text))
+        found |= set(re.findall(r"\b(?:LOOPTIM|HF|TRACKIO|WANDB)_[A-Z_]*[A-Z]\b", text))
+    assert len(found) > 5
+    text = (ROOT / "docs" / "faq.md").read_text()
+    assert {name for name in found if f"`{name}`" not in text} == set()
+
+
+def test_the_readme_shows_the_two_commands_and_fits_a_screen_and_a_half():
+    assert "make demo" in README and "make test" in README
+    assert len(README.splitlines()) <= 85
+
+
+def test_links_of_the_readme_work_on_the_package_index_too():
+    links = re.findall(r"\]\(([^)]+)\)|src=\"([^\"]+)\"", README)
+    addresses = [first or second for first, second in links]
+    ours = [address for address in addresses if address.startswith((HOME, RAW))]
+    assert set(addresses) - set(ours) == {"https://arxiv.org/abs/2609.37379"} and len(ours) > 20
+    missing = [each for each in ours if not (ROOT / each.removeprefix(HOME).removeprefix(RAW)).is_file()]
+    assert not missing, missing
+
+
+@pytest.mark.parametrize("text", [README, RESULTS], ids=["readme", "results"])
+def test_the_numbers_of_the_results_are_of_the_committed_studies(text):
+    reread = (ROOT / "docs" / "results" / "reread.md").read_text()
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("|") and line.count("|") == 5]
+    ours = [(row[3], row[4]) for row in rows if "±" in row[3]]
+    assert len(ours) == 10
+    for numbers, verdict in ours:
+        lines = []
+        for number in re.findall(r"[+-][\d.]+ ± [\d.]+", numbers):
+            found = [line for line in reread.splitlines() if f" {number} " in line]
+            assert found, f"{number} is not in reread.md"
+            lines += found
+        for seeds in re.findall(r"(\d+) seeds would", verdict):
+            assert any(line.endswith(f"| {seeds} |") for line in lines), f"{seeds} seeds: {lines}"
+
+
+def test_the_table_of_results_is_the_same_in_both():
+    tables = [re.search(r"(?m)^\| claim \|.*\n(?:\|.*\n)+", text)[0] for text in (README, RESULTS)]
+    assert tables[0] == tables[1]
 
 
 def test_the_version_stands_in_one_place():
-    import looptim
-
-    root = Path(__file__).parents[1]
-    assert 'dynamic = ["version"]' in (root / "pyproject.toml").read_text()
-    assert f"version: {looptim.__version__}\n" in (root / "CITATION.cff").read_text()
-    assert "2609.37379" in (root / "CITATION.cff").read_text()
+    assert 'dynamic = ["version"]' in (ROOT / "pyproject.toml").read_text()
+    assert f"version: {looptim.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert "2609.37379" in (ROOT / "CITATION.cff").read_text()

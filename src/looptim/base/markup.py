@@ -1,4 +1,4 @@
-"""Tables in HTML, for notebooks: whatever is in a cell is text."""
+"""Tables in HTML, for notebooks, and in Markdown, for docs: whatever is in a cell is text."""
 
 from __future__ import annotations
 
@@ -19,6 +19,18 @@ def html_table(rows: Iterable[Sequence[object]], *, head: Sequence[object] = (),
         for first, *rest in rows
     ]
     return f"<table>{caption}{f'<tr>{top}</tr>' if top else ''}{''.join(lines)}</table>"
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A pipe table.
+
+    >>> print(markdown_table(["key", "type"], [["a", "x | y"]]))
+    | key | type |
+    | --- | --- |
+    | a | x \\| y |
+    """
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
 def _text(cell: object) -> str:

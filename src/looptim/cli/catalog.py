@@ -9,12 +9,13 @@ from typing import Annotated
 import typer
 
 from ..base.console import print_json, print_table
-from .options import Json, Set, Steps, Width, complete_recipe
+from ..base.markup import markdown_table
+from .options import Json, Markdown, Set, Steps, Width, complete_recipe
 
 
 def zoo(
     json: Json = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
+    markdown: Markdown = False,
     width: Width = 64,
     steps: Steps = 3,
 ) -> None:
@@ -75,10 +76,13 @@ def config(
     ] = None,
     set: Set = None,
     json: Json = False,
+    markdown: Markdown = False,
 ) -> None:
     """List every key of a recipe with its type, default and meaning, and with the value a recipe gives it."""
     from ..recipe import keys, load_config, values_of
 
+    if json and markdown:
+        raise ValueError("--json and --markdown exclude each other; give one")
     if set and recipe is None:
         raise ValueError("--set changes a recipe; give one too, such as nano")
     given = {} if recipe is None else values_of(load_config(recipe, set=set or ()))
@@ -86,5 +90,7 @@ def config(
     order = ["name", *([] if recipe is None else ["value"]), "default", "type", "meaning"]
     if json:
         print_json([{name: row[name] for name in order} for row in rows])
+    elif markdown:
+        print(markdown_table(order, [[row[name] for name in order] for row in rows]))
     else:
         print_table(order, [[row[name] for name in order] for row in rows])

@@ -30,6 +30,7 @@ def complete_key(start: str) -> list[str]:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")]
 Width = Annotated[int, typer.Option(help="Width d of the state.")]
 Steps = Annotated[int, typer.Option(help="Number of loops R.")]
 Recipe = Annotated[

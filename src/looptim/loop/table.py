@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ..base.markup import markdown_table
 from .describe import describe
 from .diagnose import diagnose_maps
 from .registry import PRESETS, build
@@ -56,8 +57,7 @@ def narrow(rows: list[dict[str, Any]]) -> str:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """The table in Markdown."""
-    lines = [list(COLUMNS.values()), ["---"] * len(COLUMNS), *map(cells, rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown_table(list(COLUMNS.values()), map(cells, rows))
 
 
 FOOTNOTE = (
