@@ -30,6 +30,8 @@ export interface Model {
   quantities: Quantity[];
   layers: Layer[];
   exits: Exit[];
+  /** Where tokens really left, if they were let out: what was recorded at full depth stays beside it. */
+  left: { rule: string; depths: number[]; says: number[]; probability: number[] } | null;
 }
 
 /** The cell that everything on the page is about. */

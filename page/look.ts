@@ -112,9 +112,12 @@ class View {
     const says = visible(this.data.pieces[lens.top[row][token][0]]);
     const rank = lens.rank[row][token];
     const truth = rank === null ? "" : ` The true token has rank ${rank} and ${percent(lens.true[row][token])}.`;
+    const left = this.model.left;
+    const real = left ? ` It really left after ${left.depths[token]} and said “${visible(this.data.pieces[left.says[token]])}” ` +
+      `with ${percent(left.probability[token])}.` : "";
     return `After “${visible(this.data.pieces[this.data.tokens[token]])}” at ${rowName(this.model, row)} it would say ` +
       `“${says}” with ${percent(lens.probability[row][token][0])}.${truth} KL to the last loop ` +
-      `${short(lens.kl[row][token])}. The answer settles at ${rowName(this.model, lens.settles[token])}.`;
+      `${short(lens.kl[row][token])}. The answer settles at ${rowName(this.model, lens.settles[token])}.${real}`;
   }
 }
 
@@ -150,11 +153,14 @@ function exits(models: Model[], views: View[]): HTMLElement {
     const parts = models.map((model, index) => {
       const exit = model.exits.find((each) => each.signal === signal);
       const found = exit && Number(exact.value) > 0 ? depths(exit, Number(exact.value), Number(least.value)) : null;
-      views[index].leave(found);
-      return exit && found ? `mean ${short(found.reduce((a, b) => a + b) / found.length)} of ${exit.values.length} loops` : "all loops";
+      const real = found ? null : model.left;
+      views[index].leave(found ?? real?.depths ?? null);
+      const mean = (all: number[]) => `mean ${short(all.reduce((a, b) => a + b) / all.length)} of ${exit!.values.length} loops`;
+      return real ? `${mean(real.depths)}, run for real (${real.rule})` : exit && found ? mean(found) : "all loops";
     });
-    said.textContent = `${parts.join("; ")}. The rule is applied to what a run at full depth recorded: ` +
-      "a token that really left would also change what later tokens see.";
+    const estimated = Number(exact.value) > 0 ? " The rule is applied to what a run at full depth recorded: " +
+      "a token that really left would also change what later tokens see." : "";
+    said.textContent = `${parts.join("; ")}.${estimated}`;
   }
   apply();
   return el("fieldset", {}, el("legend", {}, "Exit"),

@@ -89,6 +89,12 @@ def test_the_page_is_small(tmp_path):
     assert len(page) < 400_000
 
 
+def test_a_notebook_shows_the_page_of_a_report(tmp_path):
+    page = lo.report(lo.train(config(steps=3), tmp_path / "run", progress=False))
+    shown = page._repr_html_()
+    assert shown.startswith('<iframe srcdoc="&lt;!doctype html&gt;') and page.parent.name == "report"
+
+
 def test_a_notebook_shows_it():
     page = lo.look(model(), HOSTILE, tokenizer=Tokenizer.bytes())
     assert (
@@ -210,6 +216,22 @@ def test_the_slider_changes_depths_to_what_depth_says(tmp_path, open_page):
     assert set(shown()) == {2}
     slider.evaluate("node => { node.value = 0; node.dispatchEvent(new Event('input')); }")
     assert page.locator("th[data-depth]").count() == 0
+
+
+def test_tokens_that_left_for_real(tmp_path, open_page):
+    page = open_page(look(tmp_path, depth=lo.depth.Exit("entropy", 5.0, 1)))
+    left = packed((tmp_path / "look.html").read_text())["models"][0]["left"]
+    shown = page.locator("th[data-depth]").evaluate_all("all => all.map(n => Number(n.dataset.depth))")
+    assert shown == left["depths"]
+    assert "run for real (entropy < 5" in page.locator("fieldset output").inner_text()
+    cell(page, 1, 3).click()
+    assert f"It really left after {left['depths'][3]}" in page.locator(".said").inner_text()
+    # The slider is about the recording, and at 0 the page goes back to what happened.
+    page.get_by_label("threshold, exactly").fill("1000")
+    assert "full depth" in page.locator("fieldset output").inner_text()
+    assert set(page.locator("fieldset select option").all_inner_texts()) >= {"residual", "kl", "entropy", "margin"}
+    page.get_by_label("threshold, exactly").fill("0")
+    assert "run for real" in page.locator("fieldset output").inner_text()
 
 
 @pytest.mark.long

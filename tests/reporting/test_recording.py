@@ -178,6 +178,18 @@ def test_exits_leave_where_depth_says():
             assert depths_of(model, policy) == expected, exit["signal"]
 
 
+def test_where_tokens_really_left():
+    model = make("vanilla").eval()
+    policy = lo.depth.Exit("change", 0.9, 2)
+    left = record(model, IDS, depth=policy)["left"]
+    assert left["depths"] == depths_of(model, policy) and left["rule"].startswith("change < 0.9, minimum 2")
+    chances = model(torch.tensor([IDS]), depth=policy)[0].softmax(-1)
+    assert left["says"] == chances.argmax(-1).tolist()
+    near(left["probability"], chances.amax(-1).detach(), digits=4)
+    with pytest.raises(ValueError, match="lets no token leave"):
+        record(model, IDS, depth=lo.depth.Fixed(2))
+
+
 def depths_of(model, policy):
     seen = []
     handle = model.loops[0].register_forward_hook(lambda _, __, out: seen.append(out[1].depth))

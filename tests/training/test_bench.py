@@ -27,6 +27,7 @@ def test_ratios_are_to_the_vanilla_loop_and_agree_with_count():
     low, high = operloop["time_quartiles"]
     assert 0 < low <= operloop["time"] <= high
     forward = sum(counts["vanilla"].flops.values()) * answer["tokens"]
+    assert "<th>operloop</th>" in answer._repr_html_()
     assert vanilla["mfu"] == pytest.approx(3 * forward / answer["seconds"] / answer["gemm_peak"])
 
 

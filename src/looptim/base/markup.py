@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, final
 
 
 def html_table(rows: Iterable[Sequence[object]], *, head: Sequence[object] = (), title: str = "") -> str:
@@ -19,6 +20,22 @@ def html_table(rows: Iterable[Sequence[object]], *, head: Sequence[object] = (),
         for first, *rest in rows
     ]
     return f"<table>{caption}{f'<tr>{top}</tr>' if top else ''}{''.join(lines)}</table>"
+
+
+@final
+class Answer(dict[str, Any]):
+    """Numbers by their names, which a notebook shows as the table that the command line prints.
+
+    >>> Answer({"seconds": 2.0}, head=["what", "how long"], rows=[["all", "2 s"]])
+    {'seconds': 2.0}
+    """
+
+    def __init__(self, values: Mapping[str, Any], *, head: Sequence[str], rows: Sequence[Sequence[str]]):
+        super().__init__(values)
+        self.head, self.rows = head, rows
+
+    def _repr_html_(self) -> str:
+        return html_table(self.rows, head=self.head)
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

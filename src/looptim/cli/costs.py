@@ -103,8 +103,6 @@ def bench(
             raise ValueError("--baseline goes with --suite, which takes no PRESET, --recipe or --set; leave them out")
         _bench_suite(repeats, baseline, json=json)
         return
-    from ..training.bench import COLUMNS, cells
-
     if set and not recipe:
         raise ValueError("--set changes a recipe; give --recipe too, such as --recipe nano")
     answer = looptim.bench(names or (), looptim.load_config(recipe, set=set or ()) if recipe else None, repeats=repeats)
@@ -114,7 +112,7 @@ def bench(
     print(f"{answer['model']}; {answer['device']}, {answer['threads']} threads")
     print(f"vanilla: {answer['seconds']:.3g} s for {answer['tokens']:,} tokens, forward + backward")
     print(f"MFU is of {answer['gemm_peak'] / 1e9:,.0f} GFLOP/s, a large matmul; all else is a ratio to vanilla")
-    print_table(list(COLUMNS), [cells(row) for row in answer["rows"]])
+    print_table(answer.head, answer.rows)
 
 
 def _bench_suite(repeats: int, baseline: Path | None, *, json: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ..base.console import print_json, print_table
+from ..base.markup import Answer
 from .options import DepthOption, Json, Loops, Run
 
 
@@ -86,16 +87,9 @@ def _evaluate_exits(run: str, out: str | None, json: bool) -> None:
     print(page)
 
 
-def _print_scores(answer: dict) -> None:
+def _print_scores(answer: Answer) -> None:
     """The scores of an evaluation as a table, and their averages."""
-    rows = [
-        [task, metric, f"{value:.4f}", "" if error is None else f"{error:.4f}"]
-        for task, result in answer["results"].items()
-        for metric, value in result.items()
-        if "_stderr," not in metric
-        for error in [result.get(metric.replace(",", "_stderr,"))]
-    ]
-    print_table(["task", "metric", "value", "± stderr"], rows)
+    print_table(answer.head, answer.rows)
     means = {name: value for name, value in answer["averages"].items() if value is not None}
     if means:
         print(", ".join(f"{name} {value:.2f}" for name, value in means.items()))
@@ -140,9 +134,16 @@ def look(
         str | None, typer.Option(metavar="RUN", help="Another model with the same tokenizer, to stand beside it.")
     ] = None,
     loops: Loops = None,
+    depth: Annotated[
+        str | None,
+        typer.Option(metavar="SIGNAL:THRESHOLD", help="Also let tokens leave the loop, and show where each did."),
+    ] = None,
 ) -> None:
     """Show what a model would say after each loop, and how its state gets there, as one page for a browser."""
     import looptim
 
+    from ..loop.depth import parse_depth
+
     text = sys.stdin.read() if text == "-" else text
-    print(looptim.look(run, text, out=out, against=against, loops=loops).path)
+    leaves = None if depth is None else parse_depth(depth)
+    print(looptim.look(run, text, out=out, against=against, loops=loops, depth=leaves).path)

@@ -8,7 +8,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from ..base.console import Progress, duration
+from ..base.markup import Answer
 from ..data import TASKS, Tokenizer
 from ..loading import load, wrap
 from ..loop import Depth
@@ -66,7 +67,7 @@ def evaluate(
     allow_code: bool | Literal["unisolated"] = False,
     out: str | Path | None = None,
     quiet: bool = False,
-) -> dict[str, Any]:
+) -> Answer:
     """Evaluate a run, or a folder that `export` wrote, on a suite or on tasks.
 
     Each task is written to `out` (PATH/eval by default) as it finishes; one that is there with the same settings is
@@ -106,13 +107,23 @@ def evaluate(
                 ) from None
             progress.say(f"{progress.title}: {_summary(results[name])}")
     table = scores({name: record["results"] for name, record in results.items()})
-    return {
+    answer = {
         "folder": str(out),
         "results": {name: record["results"] for name, record in results.items()},
         "scores": {name: {"value": value, "stderr": error} for name, (value, error) in table.items()},
         "averages": averages({name: value for name, (value, _) in table.items()}),
         "notes": [note for record in results.values() for note in record["notes"]],
     }
+    return Answer(answer, head=["task", "metric", "value", "± stderr"], rows=list(_rows(answer["results"])))
+
+
+def _rows(results: Mapping[str, Mapping[str, float]]) -> Iterator[list[str]]:
+    """Every score beside its error."""
+    for task, result in results.items():
+        for metric, value in result.items():
+            if "_stderr," not in metric:
+                error = result.get(metric.replace(",", "_stderr,"))
+                yield [task, metric, f"{value:.4f}", "" if error is None else f"{error:.4f}"]
 
 
 def _check(path: Path, names: Sequence[str], *, limit: int | None, batch_size: int, allow_code: bool | str) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from ..base.files import os_errors_as, write_whole
 from ..data import Tokenizer
 from ..loading import load, open_decoder
-from ..loop import Loop
+from ..loop import Depth, Loop
 from .recording import record
 from .template import equation_of, fill, frame
 
@@ -37,12 +37,13 @@ def look(
     against: str | Path | nn.Module | None = None,
     tokenizer: Tokenizer | None = None,
     loops: int | None = None,
+    depth: Depth | None = None,
 ) -> Look:
     """What a model says after each loop, and what its optimizer does meanwhile; written to `out` if that is given.
 
     `model` is a run, an exported folder, a folder of `looptim loop`, or a looped model, which then needs a `tokenizer`;
     `against` is another one to stand beside it. `loops` runs a shared transition another number of times than its
-    layout says.
+    layout says. `depth`, an `Exit`, also runs the model with it and shows where each token left.
     """
     subjects = [_subject(given, tokenizer) for given in (model, against) if given is not None]
     # Half a surrogate, as the command line makes of a stray byte, is no text that a tokenizer takes.
@@ -54,8 +55,9 @@ def look(
             f"{first} and {second} have different tokenizers; look at two models that share one, or at each"
         )
     ids, words = encoded[0], subjects[0][2]
-    models = [{**_head(name, part), **record(part, ids, loops=loops)} for name, part, _ in subjects]
+    models = [{**_head(name, part), **record(part, ids, loops=loops, depth=depth)} for name, part, _ in subjects]
     shown = {id for each in models for row in each["lens"]["top"] for column in row for id in column}
+    shown |= {id for each in models if each["left"] for id in each["left"]["says"]}
     page = fill("look", {"tokens": ids, "pieces": words.pieces(shown | set(ids)), "models": models})
     if out is None:
         return Look(page)

@@ -10,18 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from ..loop import Loop, Trace, trace
-from ..loop.depth import Fixed
+from ..loop.depth import Depth, Fixed
 from ..loop.maps import Composed, Map, Streams
-from ..loop.signals import Seen, find_signal
 from ..loop.transition import Record, Transition
 from ..model.attention import Attend, Attention
 from ..model.lm import LoopedLM
 from ..model.moe import Router, Routing
+from .leaving import exits_of, left_by
+from .template import rounded
 
 TOP = 10
 """How many of the likeliest tokens are kept."""
-EXITS = ("residual", "change", "acceleration")
-"""The signals of exits that need no prediction: what a loop itself knows of its tokens."""
 SOURCES = 8
 """How many of the tokens that are looked at most are kept."""
 
@@ -83,11 +82,14 @@ QUANTITIES = {
 """The optimizer's view of a loop, by the names that the page's data has for it."""
 
 
-def record(model: nn.Module, ids: Sequence[int], *, loops: int | None = None) -> dict[str, Any]:
+def record(
+    model: nn.Module, ids: Sequence[int], *, loops: int | None = None, depth: Depth | None = None
+) -> dict[str, Any]:
     """What `model` does with one sequence, as lists for JSON: rows are the loops' states, columns are tokens.
 
     `lens` is what the model says if its loop ends with the state of a row: the read-out, then all that follows the
-    loop, at every token alike. `loops` runs a shared transition another number of times than the layout says.
+    loop, at every token alike. `loops` runs a shared transition another number of times than the layout says. Where a
+    `depth` lets tokens leave, `left` is what they really did; everything else is of a run at full depth.
     """
     tokens = torch.tensor([list(ids)], device=next(model.parameters()).device)
     inside = [module for module in model.modules() if isinstance(module, Loop)]
@@ -106,12 +108,15 @@ def record(model: nn.Module, ids: Sequence[int], *, loops: int | None = None) ->
                 with _ending_with(loop, Y):
                     lens.add(logits(tokens))
         found = list(layers.values()) if isinstance(model, LoopedLM) else _decoder_layers(model, tokens)
+        exits = exits_of(model, inside[0], steps[0]) if len(steps) == 1 else []
+        left = None if depth is None else left_by(model, tokens, depth)
     return {
         "rows": rows,
         "lens": lens.as_lists(),
         "quantities": _quantities(traces),
         "layers": [layer.as_lists() for layer in found],
-        "exits": _exits(steps[0]) if len(steps) == 1 else [],
+        "exits": exits,
+        "left": left,
     }
 
 
@@ -148,18 +153,6 @@ def _steps(loop: Loop) -> Iterator[list[tuple[Transition, Record]]]:
         yield steps
     finally:
         handle.remove()
-
-
-def _exits(steps: Sequence[tuple[Transition, Record]]) -> list[dict[str, Any]]:
-    """What an `Exit` would look at, step by step; a token leaves where it is below the threshold."""
-    found = []
-    for name in EXITS:
-        signal, memory, values = find_signal(name), None, []
-        for step, (transition, record) in enumerate(steps, 1):
-            value, memory = signal(Seen(step, transition, record, None, None), memory)
-            values.append(rounded(value[0]))
-        found.append({"signal": name, "values": values})
-    return found
 
 
 def _decoder_layers(model: nn.Module, tokens: Tensor) -> list[_Layer]:
@@ -311,14 +304,3 @@ def _attend_and_record(attend: Attend, into: list[Tensor]) -> Attend:
         return attend(q, k, v)
 
     return attend_and_record
-
-
-def rounded(values: Tensor, digits: int = 5) -> list[Any]:
-    """Nested lists of numbers of so many significant digits; what is not finite is None, as JSON has no name for it.
-
-    >>> rounded(torch.tensor([[1.23456789, float("nan")]]))
-    [[1.2346, None]]
-    """
-    if values.dim() > 1:
-        return [rounded(row, digits) for row in values]
-    return [float(f"{x:.{digits}g}") if abs(x) < float("inf") else None for x in values.tolist()]

@@ -13,6 +13,7 @@ from .paper_tables import tables_of
 from .plots import FIGURES, draw, render
 from .runs import read_runs
 from .tables import FORMATS
+from .template import PagePath
 
 
 def report(
@@ -37,7 +38,7 @@ def report(
     files |= {f"tables.{suffix}": form(tables).encode() for suffix, form in FORMATS.items()} if tables else {}
     files["index.html"] = run_page(folders, runs, tables).html().encode()
     write_report(out, files, figures=FIGURES)
-    return out / "index.html"
+    return PagePath(out / "index.html")
 
 
 def _watch(folders: Sequence[Path], out: Path, seconds: float) -> None:

@@ -8,9 +8,25 @@ import html
 import json
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, final
+
+from torch import Tensor
 
 from ..loop import Loop, describe
+
+# Before Python 3.12 a path is made of the class that the system has for it.
+if TYPE_CHECKING:
+    PathOfSystem = Path
+else:
+    PathOfSystem = type(Path())
+
+
+@final
+class PagePath(PathOfSystem):
+    """The path of a page that was written; a notebook shows the page."""
+
+    def _repr_html_(self) -> str:
+        return frame(self.read_text(encoding="utf-8"), height=800)
 
 
 def fill(template: str, data: Any) -> str:
@@ -29,3 +45,15 @@ def frame(page: str, *, height: int) -> str:
 def equation_of(loop: Loop) -> dict[str, Any]:
     """The equation of a loop's transition, as the pages show it."""
     return dataclasses.asdict(describe(loop)) | {"steps": loop.steps}
+
+
+def rounded(values: Tensor, digits: int = 5) -> list[Any]:
+    """Nested lists of numbers of so many significant digits; what is not finite is None, as JSON has no name for it.
+
+    >>> import torch
+    >>> rounded(torch.tensor([[1.23456789, float("nan")]]))
+    [[1.2346, None]]
+    """
+    if values.dim() > 1:
+        return [rounded(row, digits) for row in values]
+    return [float(f"{x:.{digits}g}") if abs(x) < float("inf") else None for x in values.tolist()]

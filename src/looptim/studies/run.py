@@ -16,6 +16,7 @@ from ..reporting.charts import samples_of
 from ..reporting.page import Page, equations_of, write_report
 from ..reporting.plots import render
 from ..reporting.tables import FORMATS, Table
+from ..reporting.template import PagePath
 from ..rundir import difference
 from . import phi_page
 from .archive import ARCHIVE, pack, unpack
@@ -141,7 +142,7 @@ def write(plan: Plan, found: Sequence[Outcome], runs: Path, out: Path) -> Path:
     files[ARCHIVE] = pack(plan, runs, out / ARCHIVE)
     files["index.html"] = page.html().encode()
     write_report(out, files, figures=FIGURES)
-    return out / "index.html"
+    return PagePath(out / "index.html")
 
 
 def _differences(plan: Plan, found: Sequence[Outcome]) -> tuple[Page, dict[str, bytes]]:

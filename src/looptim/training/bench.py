@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from ..base.console import Progress
+from ..base.markup import Answer
 from ..config import Config, ModelConfig, TrainConfig
 from ..loop import Loop
 from ..model import LoopedLM
@@ -28,7 +29,7 @@ TRAIN: dict[str, Any] = {"batch_size": 4, "seq_len": 512}
 COLUMNS = ("transition", "time", "quartiles", "FLOPs", "parameters", "MFU", "form")
 
 
-def bench(names: str | Iterable[str] = (), config: Config | None = None, *, repeats: int = 9) -> dict[str, Any]:
+def bench(names: str | Iterable[str] = (), config: Config | None = None, *, repeats: int = 9) -> Answer:
     """Forward and backward of transitions around the same blocks, as ratios to the vanilla loop.
 
     Args:
@@ -68,7 +69,8 @@ def bench(names: str | Iterable[str] = (), config: Config | None = None, *, repe
     times = rounds({name: training_call(model) for name, model in models.items()}, repeats, device.type)
     peak = gemm_peak(device, settings.dtype)
     counts = {name: count(c) for name, c in configs.items()}
-    return {
+    rows = [_row(name, times, counts, tokens.numel() / peak) | {"form": form(models[name])} for name in configs]
+    answer = {
         "model": f"layout {config.model.layout}, width {config.model.width}, {settings.dtype}"
         + (", compiled" if settings.compile else ""),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
@@ -77,8 +79,9 @@ def bench(names: str | Iterable[str] = (), config: Config | None = None, *, repe
         "repeats": repeats,
         "gemm_peak": peak,
         "seconds": statistics.median(turn["vanilla"] for turn in times),
-        "rows": [_row(name, times, counts, tokens.numel() / peak) | {"form": form(models[name])} for name in configs],
+        "rows": rows,
     }
+    return Answer(answer, head=COLUMNS, rows=list(map(cells, rows)))
 
 
 def _row(name: str, times: list[dict[str, float]], counts: Mapping[str, Count], tokens_per_peak: float) -> dict:
