@@ -38,10 +38,10 @@ def exits_of(model: nn.Module, loop: Loop, steps: Sequence[tuple[Transition, Rec
 
 def left_by(model: nn.Module, tokens: Tensor, depth: Depth) -> dict[str, Any]:
     """After how many loops each token really left, and what the model then says."""
-    if not isinstance(model, LoopedLM) or not depth.leaves:
-        raise ValueError(
-            f"a look shows where tokens of looptim's own models leave the loop, and {depth} lets none leave"
-        )
+    if not depth.leaves:
+        raise ValueError(f"{depth} lets no token leave; give an exit such as residual:0.05, or a number with --loops")
+    if not isinstance(model, LoopedLM):
+        raise ValueError("tokens cannot leave the loop of a foreign decoder one by one; leave depth out")
     hidden = model.hidden(model.embed(tokens), depth=depth)
     top = model.head(hidden.h)[0].float().softmax(-1).max(-1)
     return {
