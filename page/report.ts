@@ -10,9 +10,9 @@ const SMOOTHINGS = [0, 2, 4, 8, 16];
 const SHARES: [string, string][] = [["1", "the whole training"], ["0.5", "its last half"], ["0.2", "its last fifth"]];
 
 /** What the reader chose, kept over the reading anew of a page that is watched. */
-function remembered(data: Data): View {
+function remembered(): View {
   const view: View = { hidden: [], smoothing: 4, bits: false, range: null, single: 0 };
-  if (!data.watch || !location.hash) return view;
+  if (!location.hash) return view;
   try {
     return { ...view, ...JSON.parse(decodeURIComponent(location.hash.slice(1))) };
   } catch {
@@ -91,7 +91,7 @@ const readable = (text: string) => text.split(/([ \n\t])/).map((part) => (/^[ \n
 
 async function main(): Promise<void> {
   const data = await unpack<Data>();
-  const view = remembered(data);
+  const view = remembered();
   const plots = data.charts.map((chart) => new Plot(chart, data, view, (range) => { view.range = range; redraw(); }));
   const [bar, written, differences] = [el("div"), el("div"), el("div", { class: "charts" })];
   const [first, ...others] = plots.map((plot) => plot.root);
