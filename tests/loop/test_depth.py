@@ -237,7 +237,8 @@ def test_an_exit_per_token_is_only_another_depth(name):
     with lo.trace(loop) as trace:
         loop(e, torch.tanh)
     errors = torch.stack([(o - t).norm(dim=-1) for o, t in zip(trace.read, trace.target, strict=True)])
-    threshold = errors[:3].median().item()
+    # It lies between two of the errors: which side of it they are on does not hang on rounding.
+    threshold = errors[:3].flatten().sort().values[len(errors) * 4 : len(errors) * 4 + 2].mean().item()
     # Tokens do not meet here, so that one which leaves is where the whole loop had it then.
     stays = (errors[:3] > threshold).cumprod(0).sum(0) + 1
     h, state = loop(e, torch.tanh, depth=Leave(threshold), return_state=True)

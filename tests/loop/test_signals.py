@@ -68,8 +68,6 @@ def test_a_token_leaves_after_the_first_step_whose_signal_is_small(name, preset)
 @pytest.mark.parametrize("name", sorted(lo.PRESETS.keys() - {"none"}))
 def test_no_threshold_is_the_whole_loop_and_an_infinite_one_is_one_step(name):
     loop = lo.build(name, width=8, steps=3).eval()
-    # A signal looks at records, which only the readable form makes; the fused one rounds differently.
-    loop.set_form("readable")
     e = torch.randn(2, 5, 8)
     if any(getattr(part, "mixes_tokens", False) for part in loop.modules()):
         with pytest.raises(ValueError, match="reads the state of the token before"):
@@ -86,7 +84,6 @@ def test_no_threshold_is_the_whole_loop_and_an_infinite_one_is_one_step(name):
 
 def test_a_ragged_batch_is_each_row_alone_and_replays():
     loop, e = loop_and_input("operloop_nesterov")
-    loop.set_form("readable")
     depth = Exit("change", values_of("change", loop, e).median().item())
     together, state = loop(e, blocks, depth=depth, return_state=True)
     for row in range(3):

@@ -18,6 +18,9 @@ from ..base.numerics import FLOOR, full_precision, wide
 if TYPE_CHECKING:
     from jaxtyping import Float
 
+    from .maps import Map
+    from .rules import Carry
+
 
 class Context(NamedTuple):
     """What a part may look at during one step."""
@@ -28,6 +31,23 @@ class Context(NamedTuple):
     """The features of the state every controller shares, (B, T, r d), in fp32 or wider; None if no part wants them."""
     e: Tensor
     """The prelude output, (B, T, d)."""
+
+
+class Record(NamedTuple):
+    """Everything one step computed, for those who want to look."""
+
+    ctx: Context
+    H: Map
+    """The map the state was read with."""
+    x: Map
+    """The map the error was written with; the same object where the transition is aligned."""
+    b: Tensor | None
+    o: Tensor
+    t: Tensor
+    g: Tensor
+    Y: Tensor
+    """The next state."""
+    carry: Carry
 
 
 class Part(nn.Module):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..base.numerics import wide
 from . import kernels
-from .base import ByGate, check_same_shape, rms_features
+from .base import ByGate, Context, Record, check_same_shape, rms_features
 from .controls import ConstantDecay, ConstantStep
 from .maps import Streams
 from .projections import StreamMap, StreamRead
@@ -79,16 +79,13 @@ def unknown_part(transition: Transition) -> str | None:
 def step(
     transition: Transition,
     run: Kernels,
-    Y: Tensor,
+    ctx: Context,
     blocks: Callable[[Tensor], Tensor],
     carry: Carry,
     tape: Tape | None = None,
-) -> tuple[Tensor, Carry]:
-    """One step of a transition whose parts are all known: the next state and the next carry.
-
-    With a `tape` the state is rebuilt in the backward, not kept.
-    """
-    projection, rule = cast(StreamRead, transition.projection), cast(Descent, transition.rule)
+) -> Record:
+    """One step of a transition whose parts are all known. With a `tape` the state is rebuilt in the backward."""
+    Y, projection, rule = ctx.Y, cast(StreamRead, transition.projection), cast(Descent, transition.rule)
     parts = [part for part in (projection.map, transition.write, rule.decay, rule.step) if isinstance(part, ByGate)]
     gates = [part.gate for part in parts]
     W, a, b = (wide(torch.cat([getattr(gate, name) for gate in gates])).to(wide(Y).dtype) for name in "Wab")
@@ -107,17 +104,18 @@ def step(
         return part.use(values[part], *others) if part in values else part(None, *others)
 
     eta, lam = use(rule.step, carry.eta), use(rule.decay)
-    x = values[projection.map if transition.write is None else transition.write]
+    H = Streams(values[projection.map])
+    x = H if transition.write is None else Streams(values[transition.write])
     if rule.directions or rule.retract is not None:
-        return rule.move(Y, Streams(x).write(g), eta, lam, carry)
-    keep, width = 1 - eta * lam, x.shape
-    k = keep.squeeze(-1).expand(width) if isinstance(keep, Tensor) else torch.full_like(x, keep)
-    w = eta.squeeze(-1) * x if isinstance(eta, Tensor) else _times(eta, x)
+        return Record(ctx, H, x, None, o, t, g, *rule.move(Y, x.write(g), eta, lam, carry))
+    keep = 1 - eta * lam
+    k = keep.squeeze(-1).expand(x.h.shape) if isinstance(keep, Tensor) else torch.full_like(x.h, keep)
+    w = eta.squeeze(-1) * x.h if isinstance(eta, Tensor) else _times(eta, x.h)
     with nullcontext() if tape is None else tape.instead_of(Y):
         Y_next = run.write(Y, g, k, w)
     if tape is not None:
         tape.wrote(Y, Y_next, g, k, w)
-    return Y_next, Carry(eta, lam, None)
+    return Record(ctx, H, x, None, o, t, g, Y_next, Carry(eta, lam, None))
 
 
 def _times(number: float, x: Tensor) -> Tensor:

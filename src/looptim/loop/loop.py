@@ -133,7 +133,7 @@ class Loop(nn.Module):
                 if observe is None and not walk.needs_record:
                     Y, carry = transition(Y, e, stacks[step], carry, tape if torch.is_grad_enabled() else None)
                 else:
-                    record = transition.step(Y, e, stacks[step], carry)
+                    record = (transition.run if observe is None else transition.step)(Y, e, stacks[step], carry)
                     Y, carry = record.Y, record.carry
             if isinstance(live, Tensor):
                 Y, carry = merge(live, (Y, carry), before, transition.rule)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 
 from ..base.numerics import rms_norm
 from . import fused
-from .base import Context, Part, check_same_shape, require, rms_features
+from .base import Context, Part, Record, check_same_shape, require, rms_features
 from .maps import Map
 from .objectives import Objective
 from .projections import MapPart, Projection
@@ -66,23 +66,6 @@ class TargetNorm(Target):
 
     def forward(self, t: Tensor) -> Tensor:
         return rms_norm(t, self.gain, self.eps)
-
-
-class Record(NamedTuple):
-    """Everything one step computed, for those who want to look."""
-
-    ctx: Context
-    H: Map
-    """The map the state was read with."""
-    x: Map
-    """The map the error was written with; the same object where the transition is aligned."""
-    b: Tensor | None
-    o: Tensor
-    t: Tensor
-    g: Tensor
-    Y: Tensor
-    """The next state."""
-    carry: Carry
 
 
 @final
@@ -154,6 +137,19 @@ class Transition(nn.Module):
         Y_next, carry = self.rule(Y, G, ctx, carry)
         return Record(ctx, H, x, b, o, t, g, Y_next, carry)
 
+    def run(
+        self,
+        Y: Float[Tensor, "B T r d"],
+        e: Float[Tensor, "B T d"],
+        blocks: Callable[[Tensor], Tensor],
+        carry: Carry,
+        tape: Tape | None = None,
+    ) -> Record:
+        """One step, fused where every part is known: then without features. A `tape` is for the fused form only."""
+        if self.kernels is not None and fused.unknown_part(self) is None:
+            return fused.step(self, self.kernels, Context(Y, None, e), blocks, carry, tape)
+        return self.step(Y, e, blocks, carry)
+
     def forward(
         self,
         Y: Float[Tensor, "B T r d"],
@@ -162,10 +158,8 @@ class Transition(nn.Module):
         carry: Carry,
         tape: Tape | None = None,
     ) -> tuple[Float[Tensor, "B T r d"], Carry]:
-        """The next state and the next carry, fused where every part is known; a `tape` is for the fused form only."""
-        if self.kernels is not None and fused.unknown_part(self) is None:
-            return fused.step(self, self.kernels, Y, blocks, carry, tape)
-        record = self.step(Y, e, blocks, carry)
+        """The next state and the next carry of `run`."""
+        record = self.run(Y, e, blocks, carry, tape)
         return record.Y, record.carry
 
 
