@@ -92,7 +92,8 @@ def test_a_run_is_evaluated_and_reported(tmp_path):
         assert (min(loops) < 3 or name == "acceleration") and len(row["screened"]) == len(loops)
     assert record["flops"]["full"] >= record["flops"]["spent"] and set(record["speed"]) == {"1", "8", "32"}
     page = report_exits(read_exits([run]), tmp_path / "report")
-    assert "residual" in str(packed(page.read_text())["charts"])
+    [chart] = packed(page.read_text())["charts"]
+    assert chart["caption"] == "Every point was run for real."
     assert "| residual |" in (tmp_path / "report" / "exits.md").read_text()
     assert json.loads((run / "eval" / "exits.json").read_text())["settings"]["prefill"] == "with exits"
     with pytest.raises(ValueError, match=r"has no eval/exits\.json; run `looptim evaluate"):
