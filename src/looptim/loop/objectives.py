@@ -28,8 +28,7 @@ class Objective(Part):
 
     def residual(self, o: Float[Tensor, "B T d"], t: Float[Tensor, "B T d"]) -> Float[Tensor, "B T"]:
         """`|t - o| / |t|`: how far a token is from its target, whatever the scale of both."""
-        size = torch.linalg.vector_norm(wide(t), dim=-1).clamp_min(1e-12)
-        return torch.linalg.vector_norm(wide(t) - wide(o), dim=-1) / size
+        return torch.linalg.vector_norm(wide(t) - wide(o), dim=-1) / floored_norm(wide(t)).squeeze(-1)
 
 
 class Alignment(Objective):
@@ -37,7 +36,7 @@ class Alignment(Objective):
 
     def residual(self, o: Tensor, t: Tensor) -> Tensor:
         """`1 - cos(t, o)`."""
-        return 1 - torch.cosine_similarity(wide(o), wide(t), dim=-1, eps=1e-12)
+        return 1 - (_unit(wide(o)) * _unit(wide(t))).sum(-1)
 
 
 @final

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base.choices import choose
-from ..base.numerics import wide
+from ..base.numerics import floored_norm, wide
 from .transition import Record, Transition
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Change(Signal):
 
     def forward(self, seen: Seen, memory: Any) -> tuple[Tensor, None]:
         before, after = wide(seen.record.ctx.Y), wide(seen.record.Y)
-        return _norm(after - before) / _norm(after).clamp_min(1e-12), None
+        return _relative(after - before, after), None
 
 
 @final
@@ -92,7 +92,7 @@ class Acceleration(Signal):
         if memory is None:
             return never, (move, never)
         last_move, last = memory
-        now = _norm(move - last_move) / _norm(after).clamp_min(1e-12)
+        now = _relative(move - last_move, after)
         return torch.maximum(now, last), (move, now)
 
 
@@ -187,8 +187,9 @@ class Random(Signal):
         return drawn / max(leaves, 1e-12), None
 
 
-def _norm(Y: Float[Tensor, "B T r d"]) -> Float[Tensor, "B T"]:
-    return torch.linalg.vector_norm(Y, dim=(-2, -1))
+def _relative(move: Float[Tensor, "B T r d"], Y: Float[Tensor, "B T r d"]) -> Float[Tensor, "B T"]:
+    """`|move| / |Y|`."""
+    return torch.linalg.vector_norm(move, dim=(-2, -1)) / floored_norm(Y, dim=(-2, -1))[..., 0, 0]
 
 
 def _none_yet(like: Tensor) -> Float[Tensor, "B T"]:

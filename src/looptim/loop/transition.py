@@ -53,6 +53,8 @@ class TargetBias(Target):
 class TargetNorm(Target):
     """`t = RMSNorm(Blocks(o))`: Ouro as released, with the final norm inside the loop.
 
+    At a zero state its derivative is `1 / sqrt(eps)`, in every loop anew, as in layers that follow one another.
+
     >>> TargetNorm(2)(torch.full((1, 1, 2), 7.0)).round(decimals=3).tolist()
     [[[1.0, 1.0]]]
     """
