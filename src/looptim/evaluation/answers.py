@@ -63,8 +63,9 @@ class Answers:
         with contextlib.suppress(OSError):
             self.file.close()
 
-    def remove(self) -> None:
-        """Delete the answers, once the result is written."""
-        self.path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            self.path.parent.rmdir()
+
+def remove_answers(evaluation: Evaluation) -> None:
+    """Delete the answers of a task, whose result is written."""
+    evaluation.answers.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        evaluation.answers.parent.rmdir()

@@ -26,7 +26,7 @@ from ..model.count import count
 from ..rundir import Evaluation, RunDir
 from . import offline
 from . import tasks as reasoning
-from .answers import Answers
+from .answers import Answers, remove_answers
 from .averages import averages, scores
 from .sandbox import check_isolation, uncontained
 from .suites import CODE, choose, refusal
@@ -92,6 +92,8 @@ def evaluate(
             found = files.read()
             if found is not None and found.get("settings") == settings:
                 progress.say(f"{progress.title}: done before, in {files.result}")
+                # A kill may have come between the result and the end of its answers.
+                remove_answers(files)
                 results[name] = found
                 continue
             try:
@@ -188,7 +190,7 @@ def _run(
             record |= _run_stock(lm, name, loaded, settings, files)
         record["seconds"] = round(time.monotonic() - start, 3)
         files.write(files.result, record)
-        answers.remove()
+    remove_answers(files)
     return record
 
 
