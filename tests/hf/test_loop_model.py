@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from peft import LoraConfig, get_peft_model
 from support import run
@@ -253,6 +254,40 @@ def test_what_cannot_be_looped_is_refused_in_a_sentence(make, layout, options, m
     with pytest.raises(ValueError, match=message) as error:
         lo.loop_model(make(), layout, **options)
     assert "\n" not in str(error.value)
+
+
+class Peeking(lo.Projection):
+    """Reads the input of the next token, too."""
+
+    def forward(self, ctx):
+        return lo.maps.Identity(), F.pad(ctx.e[:, 1:], (0, 0, 0, 1))
+
+
+class Uphill(lo.Objective):
+    def value(self, o, t):
+        return 0.5 * (o - t).square().sum(-1)
+
+    def grad(self, o, t):
+        return t - o
+
+
+@pytest.mark.parametrize(
+    ("projection", "objective", "message"),
+    [
+        (Peeking, lo.objectives.InnerProduct, "cheat sees later tokens: the bias of the projection Peeking"),
+        (lo.projections.Plain, Uphill, "`grad` of Uphill is not the derivative .* has the wrong sign"),
+    ],
+)
+def test_a_transition_that_cheats_is_refused(monkeypatch, projection, objective, message):
+    def cheat(width, steps):
+        descent = lo.rules.GradientDescent(lo.controls.ConstantStep(), lo.controls.ConstantDecay())
+        return lo.Loop(lo.Transition(projection(), objective(), descent), width=width, steps=steps, name="cheat")
+
+    monkeypatch.setitem(lo.PRESETS, "cheat", cheat)
+    model = base()
+    with pytest.raises(ValueError, match=message):
+        lo.loop_model(model, "1-2x2-1", "cheat")
+    assert model.config.num_hidden_layers == 4
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def install(model: PreTrainedModel, config: LoopedDecoderConfig) -> None:
     body, name = find_layers(model)
     first = next(model.parameters())
     loops = [
-        _build_loop(config, segment.loops).to(first.device, first.dtype)
+        build_loop(config, segment.loops, config.hidden_size).to(first.device, first.dtype)
         for segment in parse_layout(config.layout)
         if segment.loops is not None
     ]
@@ -179,14 +179,15 @@ def install(model: PreTrainedModel, config: LoopedDecoderConfig) -> None:
     setattr(body, name, unrolled.train(model.training))
 
 
-def _build_loop(config: LoopedDecoderConfig, loops: int) -> Loop:
+def build_loop(config: LoopedDecoderConfig, loops: int, width: int) -> Loop:
+    """A loop of a decoder, for this width."""
     preset, options = config.loop["preset"], config.loop["options"]
     for name in sorted(options.keys() & {"name", "width", "steps"}):
         raise ValueError(f"{name} is no option of a loop; it comes from the layout and from the model")
     # A norm inside a transition is a norm of the model like any other.
     known = "norm_eps" in options_of(preset) and hasattr(config, "rms_norm_eps")
     eps = {"norm_eps": config.rms_norm_eps} if known else {}
-    loop = build(preset, width=config.hidden_size, steps=loops, **eps | options)
+    loop = build(preset, width=width, steps=loops, **eps | options)
     if mixes_tokens(loop):
         raise ValueError(
             f"{preset} with these options reads the state of the token before, which no KV cache holds; "

@@ -14,7 +14,8 @@ from transformers.modeling_utils import PreTrainedModel
 from ..base.files import check_writable, whole_folder
 from ..config import Segment, parse_layout
 from ..loading import no_progress_bar
-from .decoder import LoopedDecoder, LoopedDecoderConfig, causal_class, find_layers, install
+from ..training.gate import check_loop, small_copy
+from .decoder import LoopedDecoder, LoopedDecoderConfig, build_loop, causal_class, find_layers, install
 from .model import LoopedPreTrainedModel
 from .starts import near_base
 from .unrolled import has_place
@@ -29,7 +30,8 @@ def loop_model(model: PreTrainedModel, layout: str, preset: str = "operloop", **
     `layout` says which layers, in the paper's notation: `"10-4x2-16"` runs layers 10 to 13 of 30 twice. `preset` and
     `options` are those of `build`; initial values that are not given are such that the model begins near its base
     (`hf.starts`). The code of the architecture stays as it is; only the list of its layers is exchanged. The
-    transition's weights are drawn from torch's global generator.
+    transition's weights are drawn from torch's global generator. One that sees later tokens, or is no gradient step of
+    what it says, is refused.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 64}
@@ -42,6 +44,8 @@ def loop_model(model: PreTrainedModel, layout: str, preset: str = "operloop", **
     loops = max(segment.loops or 1 for segment in segments)
     options = near_base(preset, loops, options)
     config = LoopedDecoderConfig.of(model.config, layout=layout, preset=preset, options=options)
+    for steps in sorted({segment.loops for segment in segments if segment.loops is not None}):
+        check_loop(small_copy(config.hidden_size, lambda width, steps=steps: build_loop(config, steps, width)))
     # A copy of every module, so that the base stays what it is, around the very same tensors.
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     looped = copy.deepcopy(model, tensors)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import torch
 
 from ..config import Config, ModelConfig
-from ..loop import Loop, check_gradient, mixes_tokens
+from ..loop import Loop, check_causality, check_gradient, mixes_tokens
 from ..loop.causality import find_leak, find_leak_at
 from ..loop.source import code_of
 from ..model.build import build_loop
@@ -26,19 +27,38 @@ def check_transition(config: Config) -> None:
     model, settings = config.model, config.train
     shape = (settings.micro_batch or settings.batch_size, settings.seq_len)
     for steps in sorted({segment.loops for segment in model.segments if segment.loops is not None}):
-        small = _small_copy(model, steps)
+        small = small_copy(model.width, lambda width, steps=steps: _build(model, width, steps))
         check_gradient(small, allow_mismatch=True)
         if config.data.mask_attention and mixes_tokens(small):
             raise ValueError(
                 f"{model.loop.preset} lets a token read the state of the one before, which may be of another document; "
                 "set data.mask_attention=false, or choose a transition that does not"
             )
-        found = None if model.loop.noncausal else find_leak(small)[0] or find_leak_at(_build(model, steps), *shape)
+        found = None if model.loop.noncausal else find_leak(small)[0] or _find_far(model, steps, shape)
         if found is not None:
             raise ValueError(
                 f"{found}; mend that, or, if it is meant, write noncausal = true under [loop], which every table and "
                 "report will say"
             )
+
+
+def check_loop(loop: Loop) -> None:
+    """The same of a loop outside of any recipe, which cannot say that a leak is meant."""
+    check_gradient(loop, allow_mismatch=True)
+    check_causality(loop)
+
+
+def small_copy(width: int, build: Callable[[int], Loop]) -> Loop:
+    """The loop that `build` gives for a width, or a narrower one that can be asked everything in less time."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        try:
+            return build(min(width, SMALL))
+        except ValueError:
+            if width <= SMALL:
+                raise
+            # Options may be bound to the width, as a number of heads is.
+            return build(width)
 
 
 def check_code(config: Config, folder: RunDir, *, force: bool) -> None:
@@ -51,17 +71,11 @@ def check_code(config: Config, folder: RunDir, *, force: bool) -> None:
         )
 
 
-def _small_copy(model: ModelConfig, steps: int) -> Loop:
-    if model.width <= SMALL:
-        return _build(model, steps)
-    try:
-        return _build(model.model_copy(update={"width": SMALL}), steps)
-    except ValueError:
-        # Options may be bound to the width, as a number of heads is.
-        return _build(model, steps)
-
-
-def _build(model: ModelConfig, steps: int) -> Loop:
+def _find_far(model: ModelConfig, steps: int, shape: tuple[int, int]) -> str | None:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
-        return build_loop(model, steps)
+        return find_leak_at(build_loop(model, steps), *shape)
+
+
+def _build(model: ModelConfig, width: int, steps: int) -> Loop:
+    return build_loop(model.model_copy(update={"width": width}), steps)
