@@ -31,6 +31,10 @@ from .tables import tables
 from .tuning import FOLDER, choose, plan_trials, tuned
 
 
+Made = tuple[list[Table], Page, dict[str, bytes]]
+"""Tables, the page, and files of figures and numbers."""
+
+
 @sigterm_as_ctrl_c()
 def study(
     path: str | Path,
@@ -136,32 +140,33 @@ def _check_folder(out: Path, plan: Plan) -> None:
 
 def write(plan: Plan, found: Sequence[Outcome], runs: Path, out: Path) -> Path:
     """Tables, figures, the page and the archive of what is there."""
-    page, files = _phi(plan, found, out) if plan.study.phi is not None else _differences(plan, found)
+    made, page, files = _phi(plan, found, out) if plan.study.phi is not None else _differences(plan, found)
     for kind, form in FORMATS.items():
-        files[f"results.{kind}"] = form(page.tables).encode()
+        files[f"results.{kind}"] = form(made).encode()
     files[ARCHIVE] = pack(plan, runs, out / ARCHIVE)
     files["index.html"] = page.html().encode()
     write_report(out, files, figures=FIGURES)
     return PagePath(out / "index.html")
 
 
-def _differences(plan: Plan, found: Sequence[Outcome]) -> tuple[Page, dict[str, bytes]]:
+def _differences(plan: Plan, found: Sequence[Outcome]) -> Made:
     """What a study says of its variants against the reference."""
     compared = compare(plan, found)
     made = tables(plan, found, compared) + hop_tables(plan, found)
     _, files = render(lambda: draw(plan, found, compared) + hop_pictures(plan, found))
     files["results.json"] = (json.dumps(as_json(plan, found, compared), indent=2) + "\n").encode()
-    return _page(plan, found, compared, made), files
+    return made, _page(plan, found, compared, made), files
 
 
-def _phi(plan: Plan, found: Sequence[Outcome], out: Path) -> tuple[Page, dict[str, bytes]]:
+def _phi(plan: Plan, found: Sequence[Outcome], out: Path) -> Made:
     """What it says of loops, where its variants are a grid for that."""
     measured = phi_page.measure(phi_page.points_of(plan, found), out / phi_page.FILE)
     _, files = render(lambda: [] if measured is None else [phi_page.picture(plan, measured)])
     if measured is not None:
         files[phi_page.FILE] = (json.dumps(measured) + "\n").encode()
-    page = _page(plan, [], [], [phi_page.table(plan, measured, found)])
-    return dataclasses.replace(page, notes=["Made with", *_origins(found)]), files
+    made = [phi_page.table(plan, measured, found)]
+    page = dataclasses.replace(_page(plan, [], [], made), notes=["Made with", *_origins(found)])
+    return made, page, files
 
 
 def _page(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison], made: Sequence[Table]) -> Page:
