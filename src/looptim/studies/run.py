@@ -30,7 +30,6 @@ from .statistics import student
 from .tables import tables
 from .tuning import FOLDER, choose, plan_trials, tuned
 
-
 Made = tuple[list[Table], Page, dict[str, bytes]]
 """Tables, the page, and files of figures and numbers."""
 
