@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from support import config, run
+from transformers import AutoModelForCausalLM
 
 import looptim as lo
+from looptim.base import code
 from looptim.base.files import claimed
 from looptim.data import Tokenizer
 from looptim.rundir import RunDir
@@ -250,6 +252,78 @@ def test_a_study_of_a_stranger_is_read_and_not_executed(tmp_path):
         done = run(*verb, "--out", "out", cwd=tmp_path)
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["recipe.toml", "study.toml"]
+
+
+NAMED = "evil.py:mine"
+EVIL = "open('executed', 'w')\nimport looptim\nmine = looptim.PRESETS['operloop']\n"
+ASKED = r"evil.py:mine is code that a file asks for, and it was not run; .* allow it with --import evil.py"
+
+
+@pytest.fixture
+def naming(trained, tmp_path, monkeypatch):
+    """A current folder with a run, an exported model, a recipe and a study that name code, and the code."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(code, "ALLOWED", {})
+    (tmp_path / "evil.py").write_text(EVIL)
+    shutil.copytree(trained, "run")
+    for file in (Path("run/config.toml"), Path("run/model/config.json")):
+        assert file.read_text().count('"operloop"') == 1
+        file.write_text(file.read_text().replace('"operloop"', f'"{NAMED}"'))
+    shutil.copy("run/config.toml", "recipe.toml")
+    Path("study.toml").write_text(
+        'title = "x"\nbase = "recipe.toml"\ntokens = 512\nseeds = [0]\nreference = "a"\n'
+        f'[variants.a]\npreset = "operloop"\n[variants.b]\npreset = "{NAMED}"\n'
+    )
+    return tmp_path
+
+
+OPENED = {
+    "load": lambda: lo.load("run"),
+    "load an export": lambda: lo.load("run/model"),
+    "transformers": lambda: AutoModelForCausalLM.from_pretrained("run/model"),
+    "export": lambda: lo.export("run"),
+    "evaluate": lambda: lo.evaluate("run", tasks=["addition"], limit=2, quiet=True),
+    "look": lambda: lo.look("run", "1+1"),
+    "train": lambda: lo.train(lo.load_config("recipe.toml"), "out", progress=False),
+    "resume": lambda: lo.train(lo.load_config("recipe.toml"), "run", resume=True, progress=False),
+    "count": lambda: lo.count(lo.load_config("recipe.toml")),
+    "plan": lambda: lo.plan(lo.load_config("recipe.toml"), gpus=1),
+    "study": lambda: lo.study("study.toml", "out", progress=False),
+}
+
+
+@pytest.mark.parametrize("verb", OPENED)
+def test_code_that_a_file_names_is_not_executed(naming, verb):
+    with pytest.raises(ValueError, match=ASKED):
+        OPENED[verb]()
+    assert not Path("executed").exists() and not Path("out").exists()
+
+
+def test_what_a_study_sets_is_a_wish_of_its_file_too(naming):
+    text = Path("study.toml").read_text()
+    wish = f"set = [\"model={{loop={{preset='{NAMED}'}}}}\"]\n"
+    for place in ("seeds", "preset"):
+        Path("study.toml").write_text(text.replace(place, wish + place))
+        with pytest.raises(ValueError, match=r"is code that a file asks for|would change nothing"):
+            lo.study("study.toml", "out", progress=False)
+        assert not Path("executed").exists()
+
+
+def test_the_report_of_a_run_that_names_code_is_made_without_it(naming):
+    assert lo.report("run").is_file()
+    assert not Path("executed").exists()
+
+
+@pytest.mark.long
+def test_code_that_a_file_names_is_executed_where_the_user_allows_it(naming):
+    generating = ["generate", "run", "1+", "--max-new-tokens", "2"]
+    refused = run(*generating)
+    assert refused.returncode == 2 and "--import evil.py or --trust-code" in refused.stderr
+    assert not Path("executed").exists()
+    for arguments in ([*generating, "--import", "evil.py"], ["count", "recipe.toml", "--trust-code"]):
+        done = run(*arguments)
+        assert done.returncode == 0, done.stderr
+        Path("executed").unlink()
 
 
 def test_a_run_directory_that_is_no_run_is_a_sentence(tmp_path):

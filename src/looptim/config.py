@@ -86,7 +86,7 @@ def parse_layout(layout: str) -> tuple[Segment, ...]:
 class LoopConfig(Strict):
     """A transition by the name of a preset, with its options."""
 
-    preset: str = Field("none", description="A transition, as `looptim zoo` lists them; none without a loop.")
+    preset: str = Field("none", description="Of `looptim zoo`, or file.py:function of your own; none without a loop.")
     options: dict[str, Any] = Field({}, description="Of the transition, as its docstring lists them.")
     noncausal: bool = Field(False, description="Train it although a token sees later ones or other sequences.")
     fused: bool = Field(True, description="Run transitions of known parts fused; false is the readable definition.")

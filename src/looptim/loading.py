@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .config import ModelConfig
 from .data import Tokenizer
 from .model import LoopedLM
 from .rundir import RunDir
 from .training import checkpoint
 from .training.distributed import World
+from .training.gate import code_change, recorded_code
 
 if TYPE_CHECKING:
     from transformers.modeling_utils import PreTrainedModel
@@ -37,8 +40,15 @@ def load(path: str | Path) -> tuple[LoopedLM, Tokenizer]:
 def _load_run(run: RunDir) -> tuple[LoopedLM, Tokenizer]:
     config = run.config()
     model = LoopedLM(config.model, seed=config.train.seed)
+    _report_change(config.model, recorded_code(run), run.path)
     checkpoint.load_latest(run, model, None, World(0, 1, torch.device("cpu")))
     return model.eval(), Tokenizer.load(run.tokenizer)
+
+
+def _report_change(config: ModelConfig, record: Mapping[str, Any], path: Path) -> None:
+    change = code_change(config, record, path)
+    if change is not None:
+        print(change, file=sys.stderr)
 
 
 def _checked(path: Path, model: LoopedLM, tokenizer: Tokenizer) -> tuple[LoopedLM, Tokenizer]:
@@ -71,6 +81,7 @@ def _load_export(folder: Path) -> tuple[LoopedLM, Tokenizer]:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"the model in {folder} cannot be read ({reason}); export it again") from error
     model = wrapped.looped.eval()
+    _report_change(model.config, {"code": config.code} if hasattr(config, "code") else {}, folder)
     if wrapped.config.loops is not None:
         model.config = model.config.with_loops(wrapped.config.loops)
     return model, Tokenizer.load(folder)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from .base.choices import nearest
+from .base.code import allow
 from .config import Config
 
 
@@ -51,6 +52,14 @@ def load_config(path: str | Path, set: Iterable[str] = ()) -> Config:
     >>> load_config("nano", set=["loop.preset=vanilla"]).model.layout
     '1-2x3-1'
     """
+    set = [set] if isinstance(set, str) else list(set)
+    # A preset that is set here is named by the caller, not by a file.
+    allow(str(_table(_overrides(set), ("model", "loop")).get("preset")))
+    return read_config(path, set)
+
+
+def read_config(path: str | Path, set: Iterable[str] = ()) -> Config:
+    """`load_config` with overrides that may themselves stem from a file, as a study's do: no code is allowed by it."""
     path = find_file("recipes", path)
     values = _on_top(_with_base(path), _overrides(set))
     try:

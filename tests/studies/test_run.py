@@ -586,7 +586,11 @@ def test_names_with_brackets_are_shown(file, monkeypatch, capsys):
             'matched = false\nset = ["train.loops.scheme=huginn"]',
             "'operloop' does not build: train.loops",
         ),
-        ('preset = "operloop"', 'preset = "operlop"', r"unknown preset 'operlop', did you mean 'operloop'"),
+        (
+            'preset = "operloop"',
+            'preset = "operlop"',
+            r"variant 'operloop' does not build: unknown preset 'operlop', did",
+        ),
         ('preset = "operloop"', 'preset = "operloop"\noptions = { stream = 2 }', r"variant 'operloop' does not build"),
         ('preset = "operloop"', 'preset = "operloop"\nlayout = "1-x"', r"variant 'operloop': .*does not parse"),
         ('reference = "vanilla"', 'reference = "baseline"', r"reference 'baseline' is no variant; known: vanilla"),

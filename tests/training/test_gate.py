@@ -1,5 +1,6 @@
 """What sees the future, or is no gradient step, is not trained; what is meant to stands in every table."""
 
+import json
 import time
 
 import pytest
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from support import config, packed
 
 import looptim as lo
+from looptim.loop.registry import NUMERICS, code_of
 from looptim.studies.spec import Cell, load_plan
 from looptim.training.gate import check_transition
 
@@ -140,14 +142,24 @@ def test_an_unmarked_recipe_has_the_name_it_had():
 
 
 @pytest.mark.long
-def test_a_run_is_not_resumed_by_other_code(presets, tmp_path, monkeypatch):
+def test_a_run_is_not_resumed_by_other_code_and_says_so_when_it_is_opened(presets, tmp_path, monkeypatch, capsys):
     given = config(model={"loop": {"preset": "honest"}}, steps=3)
-    monkeypatch.setattr("looptim.training.train.code_of", lambda name: "before")
     monkeypatch.setitem(lo.PRESETS, "honest", lambda width, steps: loop_of(width, steps))
     lo.train(given, tmp_path / "run", progress=False)
-    with pytest.raises(ValueError, match="the code of honest has changed since"):
-        lo.train(given, tmp_path / "run", resume=True, progress=False)
-    lo.train(given, tmp_path / "run", resume=True, force=True, progress=False)
+    record = json.loads((tmp_path / "run" / "env.json").read_text())
+    assert (record["code"], record["numerics"]) == (code_of("honest"), NUMERICS)
+    for change, said in (
+        ({"code": "other"}, "the code of honest has changed"),
+        ({"numerics": 0}, "what looptim computes"),
+    ):
+        (tmp_path / "run" / "env.json").write_text(json.dumps(record | change))
+        with pytest.raises(ValueError, match=f"{said}.* since .*undo that, or add --force"):
+            lo.train(given, tmp_path / "run", resume=True, progress=False)
+        capsys.readouterr()
+        lo.load(tmp_path / "run")
+        assert said in capsys.readouterr().err
+        lo.train(given, tmp_path / "run", resume=True, force=True, progress=False)
+        assert said in capsys.readouterr().err
 
 
 def test_runs_of_a_study_are_known_by_their_code(monkeypatch):

@@ -14,7 +14,7 @@ import typer
 
 from ..base.console import clean, is_out_of_memory
 from . import catalog, costs, models, results, training
-from .options import StopError
+from .options import StopError, takes_code
 
 VERBS = {
     "demo": training.demo,
@@ -48,7 +48,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for _name, _verb in VERBS.items():
-    app.command(_name)(_verb)
+    app.command(_name)(takes_code(_verb))
 
 
 def _print_version(asked: bool) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
+
+from ..base.code import ALLOWED, EVERYTHING, import_code
 
 
 class StopError(Exception):
@@ -58,3 +63,32 @@ DepthOption = Annotated[
 Loops = Annotated[
     int | None, typer.Option(min=1, help="Run this many loops instead of the layout's; needs a shared transition.")
 ]
+Import = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import", metavar="CODE", help="Run this module or file.py of yours first, for its presets; may be repeated."
+    ),
+]
+TrustCode = Annotated[bool, typer.Option("--trust-code", help="Run whatever code the files that are opened name.")]
+
+
+def takes_code(verb: Callable[..., None]) -> Callable[..., None]:
+    """A verb with `--import` and `--trust-code`, which are done with before it begins."""
+
+    @functools.wraps(verb)
+    def after_code(*, import_: list[str] | None, trust_code: bool, **arguments: Any) -> None:
+        if trust_code:
+            ALLOWED[EVERYTHING] = None
+        for place in import_ or ():
+            import_code(place)
+        verb(**arguments)
+
+    own = inspect.signature(verb, eval_str=True).parameters.values()
+    more = {"import_": (None, Import), "trust_code": (False, TrustCode)}
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        for name, (default, annotation) in more.items()
+    ]
+    # Typer reads the signature, not what the function is made of.
+    vars(after_code)["__signature__"] = inspect.Signature([*own, *options])
+    return after_code

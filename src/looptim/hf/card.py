@@ -39,7 +39,7 @@ looptim has to be installed, with its extra `hf`; nothing in this folder is exec
 
 ```python
 import looptim.hf
-from transformers import AutoModelForCausalLM, AutoTokenizer
+{own}from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained(FOLDER)
 tokenizer = AutoTokenizer.from_pretrained(FOLDER)
@@ -53,6 +53,7 @@ def write_card(run: RunDir, config: Config, model: LoopedLM) -> str:
     """What the model is, what it was trained on, what it reached, and how to load it."""
     loops = cast("list[Loop]", list(model.loops))
     last = run.metrics.last("valid_loss")
+    place, _, _ = config.model.loop.preset.rpartition(":")
     metrics = "No validation was logged."
     if last:
         metrics = f"Validation loss {last['valid_loss']:.4f} nats per token after {last['tokens']:,} tokens."
@@ -68,4 +69,5 @@ def write_card(run: RunDir, config: Config, model: LoopedLM) -> str:
         seq_len=config.train.seq_len,
         metrics=metrics,
         max_length=model.config.max_length,
+        own=f"looptim.import_code({place!r})  # its transition, which is not in this folder\n" if place else "",
     )

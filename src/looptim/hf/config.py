@@ -30,7 +30,16 @@ NAMES = {
 }
 """Fields of `ModelConfig` that go by another name in transformers; `max_length` and `top_k` would steer `generate`."""
 
-DESCRIBED = {"loops", "use_cache", "dtype", "task_specific_params", "bos_token_id", "eos_token_id", "pad_token_id"}
+DESCRIBED = {
+    "loops",
+    "code",
+    "use_cache",
+    "dtype",
+    "task_specific_params",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+}
 """Keys of a config.json that describe a model, besides those of its `ModelConfig`."""
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 

@@ -14,9 +14,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from ..config import LoopConfig, Segment, parse_layout
-from ..loop import Depth, Loop, build, mixes_tokens
+from ..loop import Depth, Loop, mixes_tokens
 from ..loop.depth import Fixed, PerSequence
-from ..loop.registry import options_of
+from ..loop.registry import build_named, options_of
 from .unrolled import UnrolledLayers
 
 
@@ -187,7 +187,7 @@ def build_loop(config: LoopedDecoderConfig, loops: int, width: int) -> Loop:
     # A norm inside a transition is a norm of the model like any other.
     known = "norm_eps" in options_of(preset) and hasattr(config, "rms_norm_eps")
     eps = {"norm_eps": config.rms_norm_eps} if known else {}
-    loop = build(preset, width=width, steps=loops, **eps | options)
+    loop = build_named(preset, width=width, steps=loops, **eps | options)
     if mixes_tokens(loop):
         raise ValueError(
             f"{preset} with these options reads the state of the token before, which no KV cache holds; "

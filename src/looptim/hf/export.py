@@ -8,6 +8,7 @@ from pathlib import Path
 from ..base.files import whole_folder, write_whole
 from ..loading import load, no_progress_bar, wrap
 from ..rundir import RunDir
+from ..training.gate import recorded_code
 from .card import write_card
 
 
@@ -28,6 +29,10 @@ def export(run: str | Path, out: str | Path | None = None) -> Path:
     if data.source.startswith("synthetic:"):
         # The task goes along, so that the exported model can be evaluated on what it was trained on.
         wrapped.config.task_specific_params = {data.source.removeprefix("synthetic:"): data.options}
+    code = recorded_code(folder).get("code")
+    if code is not None:
+        # A transition of the user's own is not in the folder, which knows it by its source only.
+        wrapped.config.code = code
     wrapped.generation_config.eos_token_id = tokenizer.eos
     try:
         # The export before stays until this one is whole: a folder without its weights would look like an export.

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
 
+from ..base.code import allow
 from ..base.files import check_writable, whole_folder
 from ..config import Segment, parse_layout
 from ..loading import no_progress_bar
@@ -39,6 +40,7 @@ def loop_model(model: PreTrainedModel, layout: str, preset: str = "operloop", **
     >>> loop_model(base, "1-2x3-1", "operloop").config.num_hidden_layers
     8
     """
+    allow(preset)
     segments = _check(model, layout, preset)
     _check_ties(model, segments)
     loops = max(segment.loops or 1 for segment in segments)

@@ -1,5 +1,6 @@
 """The framework: a loop transition from a projection, an objective and a rule. Needs torch and nothing else."""
 
+from ..base.code import import_code
 from . import controls, depth, directions, maps, objectives, presets, projections, roadmap, rules, signals, state
 from .base import Context, Gate, Part
 from .causality import check_causality, mixes_tokens
@@ -53,6 +54,7 @@ __all__ = [
     "describe",
     "diagnose",
     "directions",
+    "import_code",
     "maps",
     "mixes_tokens",
     "objectives",

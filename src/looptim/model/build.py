@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from ..config import ModelConfig
-from ..loop import Loop, build
-from ..loop.registry import options_of
+from ..loop import Loop
+from ..loop.registry import build_named, options_of
 from .attention import Attention
 from .block import Block
 from .layout import LayerSpec
@@ -23,7 +23,7 @@ def build_loop(config: ModelConfig, loops: int | None) -> Loop:
         raise ValueError(f"{name} is no option of a loop; it comes from {source}")
     # A norm inside a transition is a norm of the model like any other.
     eps = {"norm_eps": config.norm_eps} if "norm_eps" in options_of(config.loop.preset) else {}
-    loop = build(config.loop.preset, width=config.width, steps=loops, **eps | config.loop.options)
+    loop = build_named(config.loop.preset, width=config.width, steps=loops, **eps | config.loop.options)
     loop.set_form("fused" if config.loop.fused else "readable")
     return loop
 

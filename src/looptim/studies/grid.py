@@ -29,6 +29,7 @@ from ..rundir import RunDir, read_record
 from ..training.checkpoint import prune
 from ..training.step import DivergedError
 from ..training.train import train
+from .carry import pack, unpack, without_main
 from .spec import Cell, Plan
 
 
@@ -96,9 +97,10 @@ def run_grid(plan: Plan, runs: Path, *, jobs: int, progress: bool) -> None:
     stop = spawn.Event()
     meter = Meter(plan, waiting, runs, show=progress)
     pool = ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_start_worker, initargs=(os.getpid(), threads, stop))
+    presets = pack(cell.config.model.loop.preset for cell in waiting)
     try:
         with meter.progress:
-            _follow(waiting, lambda cell: pool.submit(_run, cell, runs), meter)
+            _follow(waiting, without_main(lambda cell: pool.submit(_run, cell, runs, presets)), meter)
     except BrokenProcessPool:
         raise ValueError(
             "a worker was killed, perhaps for want of memory; the same command continues, fewer --jobs need less"
@@ -161,8 +163,9 @@ def _start_worker(parent: int, threads: int, stop: Event) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _run(cell: Cell, runs: Path) -> None:
+def _run(cell: Cell, runs: Path, presets: bytes) -> None:
     """Train one run, and ask it its task. A HeldError if another study is at it."""
+    unpack(presets)
     if is_settled(cell, runs):
         # Another study that shares the run may have finished it since this one looked.
         return

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..base.files import check_writable, claimed, write_whole
 from ..config import Config
+from ..loop.registry import NUMERICS
 from ..recipe import find_file
 from ..reporting.charts import samples_of
 from ..reporting.page import Page, equations_of, write_report
@@ -65,12 +66,11 @@ def study(
 
 
 def _carry_out(plan: Plan, out: Path, folder: Path, *, jobs: int, progress: bool) -> Path:
-    _check_folder(out, plan)
+    changed = _check_folder(out, plan)
     for place in (out, folder):
         check_writable(place)
     if progress:
         _introduce(plan)
-    changed = _changed_code(out, plan)
     unpack(plan, out / ARCHIVE, folder)
     if progress:
         _say_what_is_reused(plan, folder, changed)
@@ -99,14 +99,6 @@ def _introduce(plan: Plan) -> None:
         )
 
 
-def _changed_code(out: Path, plan: Plan) -> list[str]:
-    """The variants whose code is another than when the study was last run here."""
-    file = out / "study.json"
-    before = json.loads(file.read_text()).get("code", {}) if file.is_file() else {}
-    now = plan.identity().get("code", {})
-    return sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
-
-
 def _say_what_is_reused(plan: Plan, folder: Path, changed: Sequence[str]) -> None:
     done: dict[str, int] = Counter(cell.variant for cell in plan.cells if is_settled(cell, folder))
     for name in plan.study.variants:
@@ -116,11 +108,11 @@ def _say_what_is_reused(plan: Plan, folder: Path, changed: Sequence[str]) -> Non
             print(f"{name}: {done[name]} of {len(plan.study.seeds)} runs are used again", file=sys.stderr)
 
 
-def _check_folder(out: Path, plan: Plan) -> None:
-    """A folder holds one study, which may gain seeds and variants."""
+def _check_folder(out: Path, plan: Plan) -> list[str]:
+    """A folder holds one study, which may gain seeds and variants; those whose code is another than before."""
     file = out / "study.json"
     if not file.is_file():
-        return
+        return []
     now = plan.identity()
     try:
         before = json.loads(file.read_text())
@@ -131,10 +123,14 @@ def _check_folder(out: Path, plan: Plan) -> None:
             # Both are compared as configs: a key that looptim has gained since then has its default in both.
             both = (Config(**each["variants"][name]) for each in (before, now))
             changed += [f"variant {name}: {text}" for text in difference(*both)]
+        version = before.get("numerics", 1) != NUMERICS
+        old, new = (each.get("code", {}) for each in (before, now))
+        recoded = [name for name in before["variants"] if version or old.get(name) != new.get(name)]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{file} is damaged; delete it, and the runs that are there are used") from None
     if changed:
         raise ValueError(f"{out} holds another study ({'; '.join(sorted(changed)[:3])}); choose another --out")
+    return recoded
 
 
 def write(plan: Plan, found: Sequence[Outcome], runs: Path, out: Path) -> Path:

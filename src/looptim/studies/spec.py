@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,12 +14,14 @@ from typing import Annotated, Any, Literal, final
 from pydantic import AfterValidator, Field, model_validator
 
 from ..config import Config, Strict, TrainConfig
-from ..loop.source import code_of
+from ..loop.registry import NUMERICS, code_of
 from ..model.count import Count, count, training_flops
-from ..recipe import change, find_file, load_config, shipped
+from ..recipe import change, find_file, read_config, shipped
 from ..training.train import check_model
 from .phi_grid import PhiGrid
 
+VERSION = {} if NUMERICS == 1 else {"numerics": NUMERICS}
+"""What looptim computes, as a part of what a run is; the first version is in no name, since the first runs had none."""
 TOLERANCE = 0.02
 """How far the training FLOPs of a variant may be from the reference's."""
 
@@ -122,9 +125,12 @@ class Cell:
     def name(self) -> str:
         """The name of its folder: equal configs and equal code have equal names, so that studies can share runs."""
         values = self.config.model_dump(mode="json", exclude_defaults=True)
-        values |= {} if self.code is None else {"code": self.code}
+        values |= VERSION | ({} if self.code is None else {"code": self.code})
         digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
-        return f"{self.config.model.loop.preset}_{self.config.model.layout}_s{self.seed}_{digest}"
+        # Of `folder/file.py:function` the last two words say enough, and the digest tells it from others.
+        place, _, preset = self.config.model.loop.preset.rpartition(":")
+        words = re.sub(r"[^\w=+,@-]+", "-", f"{Path(place).stem}-{preset}" if place else preset)[:64]
+        return f"{words}_{self.config.model.layout}_s{self.seed}_{digest}"
 
 
 @final
@@ -172,7 +178,8 @@ class Plan:
         held = {} if self.study.vary == "both" else {"vary": self.study.vary, "held": self.held}
         codes = {cell.variant: cell.code for cell in self.cells if cell.code is not None}
         code = {"code": codes} if codes else {}
-        return {"study": self.name, "reference": self.study.reference, **held, **code, "variants": variants}
+        of = {"study": self.name, "reference": self.study.reference, **VERSION}
+        return {**of, **held, **code, "variants": variants}
 
 
 def load_plan(path: str | Path, *, scale: str | None = None, set: Iterable[str] = ()) -> Plan:
@@ -196,19 +203,15 @@ def make_plan(path: Path, study: Study, *, set: Iterable[str] = ()) -> Plan:
     layouts = all(variant.layout for variant in study.variants.values())
     _check_changes(changes, study, {**OWN, **({"model.layout": "variants"} if layouts else {})})
     # The base's own length is not that of a run: changes must fit what `_config` makes of it, and are checked there.
-    base = load_config(_base(path, study.base), set=[*changes, f"train.steps={study.tokens}"])
+    base = read_config(_base(path, study.base), set=[*changes, f"train.steps={study.tokens}"])
     configs = {name: _config(base, study, name) for name in study.variants}
+    counts = _counts(configs)
+    codes = {name: code_of(config.model.loop.preset) for name, config in configs.items()}
     cells = [
-        Cell(
-            name,
-            seed,
-            config.model_copy(update={"train": _seeded(config.train, study.vary, seed)}),
-            code_of(config.model.loop.preset),
-        )
+        Cell(name, seed, config.model_copy(update={"train": _seeded(config.train, study.vary, seed)}), codes[name])
         for seed in study.seeds
         for name, config in configs.items()
     ]
-    counts = _counts(configs)
     costs = {name: cost for name, (_, cost) in counts.items()}
     plan = Plan(path.stem, study, cells, {name: counted for name, (counted, _) in counts.items()}, costs)
     if study.matched:

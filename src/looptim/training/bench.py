@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 
+from ..base.code import allow
 from ..base.console import Progress
 from ..base.markup import Answer
 from ..config import Config, ModelConfig, TrainConfig
@@ -33,7 +34,7 @@ def bench(names: str | Iterable[str] = (), config: Config | None = None, *, repe
     """Forward and backward of transitions around the same blocks, as ratios to the vanilla loop.
 
     Args:
-      names: presets, your registered ones included; one of each kind by default.
+      names: presets, your own (`file.py:function`) included; one of each kind by default.
       config: whose model, micro-batch, dtype and compilation are measured; four dense blocks of width 256 looped three
         times by default. Options of its transition hold for that preset only.
       repeats: rounds. The transitions take turns, so that a slow moment of the machine falls on all of them.
@@ -49,10 +50,12 @@ def bench(names: str | Iterable[str] = (), config: Config | None = None, *, repe
         raise ValueError(f"layout {config.model.layout!r} has no looped segment; bench compares loops")
     if config.train.dtype == "bf16" and not torch.cuda.is_available():
         guard_bf16()
-    names = [names] if isinstance(names, str) else names
+    names = [names] if isinstance(names, str) else list(names)
+    for name in names:
+        allow(name)
     settings = config.train
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    configs = {name: _with_preset(config, name) for name in dict.fromkeys(["vanilla", *(list(names) or PRESETS)])}
+    configs = {name: _with_preset(config, name) for name in dict.fromkeys(["vanilla", *(names or PRESETS)])}
     rows_per_step = min(settings.micro_batch or settings.batch_size, settings.batch_size)
     tokens = torch.randint(config.model.vocab_size, (rows_per_step, settings.seq_len), device=device)
 

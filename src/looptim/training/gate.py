@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..config import Config, ModelConfig
 from ..loop import Loop, check_causality, check_gradient, mixes_tokens
 from ..loop.causality import find_leak, find_leak_at
-from ..loop.source import code_of
+from ..loop.registry import NUMERICS, code_of
 from ..model.build import build_loop
 from ..rundir import RunDir
 
@@ -62,13 +65,32 @@ def small_copy(width: int, build: Callable[[int], Loop]) -> Loop:
 
 
 def check_code(config: Config, folder: RunDir, *, force: bool) -> None:
-    """That a run is resumed by the code that began it, where its preset is the user's own."""
-    preset, file = config.model.loop.preset, folder.environment_file
-    record = json.loads(file.read_text()) if file.is_file() else {}
-    if record.get("code", code_of(preset)) != code_of(preset) and not force:
-        raise ValueError(
-            f"the code of {preset} has changed since {folder.path} was trained with it; undo that, or add --force"
-        )
+    """That a run is resumed by the code that began it; `force` says so and goes on."""
+    change = code_change(config.model, recorded_code(folder), folder.path)
+    if change is not None and not force:
+        raise ValueError(f"{change}; undo that, or add --force")
+    if change is not None:
+        print(change, file=sys.stderr)
+
+
+def recorded_code(folder: RunDir) -> dict[str, Any]:
+    """What a run says of the code that trained it: the hash of its preset, and the version of looptim's numbers."""
+    file = folder.environment_file
+    try:
+        record = dict(json.loads(file.read_text())) if file.is_file() else {}
+    except (ValueError, TypeError, RecursionError):
+        raise ValueError(f"{file} is damaged; bring it back from a copy, or delete it") from None
+    return {key: record[key] for key in ("code", "numerics") if key in record}
+
+
+def code_change(model: ModelConfig, record: Mapping[str, Any], path: Path) -> str | None:
+    """What of its code has changed since a model was trained, in a sentence; None where nothing has, or is recorded."""
+    code = code_of(model.loop.preset)
+    if record.get("code", code) != code:
+        return f"the code of {model.loop.preset} has changed since {path} was trained with it"
+    if record.get("numerics", 1) != NUMERICS:
+        return f"what looptim computes has changed since {path} was trained (numerics {NUMERICS})"
+    return None
 
 
 def _find_far(model: ModelConfig, steps: int, shape: tuple[int, int]) -> str | None:

@@ -21,7 +21,7 @@ from ..config import Config
 from ..data import Dataset, open_data, text_of
 from ..loop import Loop
 from ..loop.depth import Fixed
-from ..loop.source import code_of
+from ..loop.registry import NUMERICS, code_of
 from ..model import LoopedLM
 from ..model.count import count, training_flops
 from ..rundir import RunDir, difference
@@ -159,7 +159,7 @@ def _reads_input(loop: Loop) -> bool:
 
 def _environment(run: TrainingState) -> dict[str, Any]:
     groups = describe_groups(run.optimizer.param_groups)
-    code = {"code": code_of(run.config.model.loop.preset)}
+    code = {"code": code_of(run.config.model.loop.preset), "numerics": NUMERICS}
     return {**environment(run.world), **code, "data": run.data.fingerprint, "groups": groups}
 
 

@@ -1,0 +1,165 @@
+"""Which code a function is made of: a result belongs to it."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.util
+import inspect
+import re
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+OURS = __name__.partition(".")[0]
+
+
+def hash_of(function: Callable[..., Any]) -> str | None:
+    """A hash of the source that a user's function is defined in, comments and layout aside; None for one of ours.
+
+    Of a module it is `hash_of_module`, since parts lean on what stands around them; of a notebook or a console, the
+    function with all that it names there.
+
+    >>> hash_of(hash_of) is None
+    True
+    """
+    function, given = inspect.unwrap(function), []
+    while isinstance(function, functools.partial):
+        given.append(repr((function.args, sorted(function.keywords.items()))))
+        function = inspect.unwrap(function.func)
+    home = getattr(function, "__module__", None) or ""
+    if not given and home.partition(".")[0] == OURS:
+        return None
+    return _digest([*given, *(_trees(home) or [repr(_made(function, home, set()))])])
+
+
+def hash_of_module(name: str) -> str | None:
+    """Of a module's file, without the calls and conditions at its top level, and of those of one's own it imports."""
+    trees = _trees(name)
+    return _digest(trees) if trees else None
+
+
+def _digest(content: list[str]) -> str:
+    return hashlib.sha256("\n".join(content).encode()).hexdigest()[:16]
+
+
+def _trees(home: str) -> list[str]:
+    """The syntax trees of a module and of those of one's own that it imports; none without a source."""
+    found: dict[str, str] = {}
+    names = [home]
+    while names:
+        name = names.pop()
+        text = None if name in found else _text(name, home)
+        if text is None:
+            continue
+        try:
+            tree = ast.parse(text)
+        except SyntaxError:
+            continue
+        names += _imported(tree, name)
+        tree.body = [part for part in tree.body if not isinstance(part, ast.Expr | ast.If)]
+        found[name] = ast.dump(tree)
+    return sorted(found.values())
+
+
+def _text(name: str, home: str) -> str | None:
+    """The source of a module that is the user's: of the same package as `home`, or not installed."""
+    top = name.partition(".")[0]
+    if top == OURS or (top != home.partition(".")[0] and not _is_loose(top)):
+        return None
+    # A file that a reference names was read once, and that text is what runs.
+    text, file = getattr(sys.modules.get(name), "__source__", None), _file(name)
+    if text is None and file is not None:
+        with suppress(OSError, UnicodeDecodeError):
+            return file.read_text(encoding="utf-8")
+    return text
+
+
+def _file(name: str) -> Path | None:
+    if name in sys.modules:
+        file = getattr(sys.modules[name], "__file__", None)
+    else:
+        try:
+            spec = importlib.util.find_spec(name)
+        except (ImportError, ValueError):
+            return None
+        file = None if spec is None else spec.origin
+    return Path(file) if file and file.endswith(".py") else None
+
+
+def _is_loose(top: str) -> bool:
+    """Whether a module, or a package, is neither Python's nor installed."""
+    file = _file(top)
+    libraries = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return file is not None and not any(file.resolve().is_relative_to(library) for library in libraries)
+
+
+def _imported(tree: ast.Module, name: str) -> Iterator[str]:
+    """The modules that a module may import, wherever in its source, and the packages around them."""
+    file = _file(name)
+    package = name.split(".") if file is not None and file.stem == "__init__" else name.split(".")[:-1]
+    for node in ast.walk(tree):
+        named: list[str] = []
+        if isinstance(node, ast.Import):
+            named = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            around = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*around, *filter(None, [node.module])])
+            # What is imported from a package may be a module of it.
+            named = [origin, *(f"{origin}.{alias.name}" for alias in node.names)]
+        for each in named:
+            yield from accumulate(each.split("."), "{}.{}".format)
+
+
+SKIPPED = {"__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__static_attributes__"}
+"""Attributes of a class that do not say what it does."""
+
+
+def _made(value: Any, home: str, seen: set[int]) -> Any:
+    """What Python made of a value: of a function, class or object of `home` its bytecode, and all that it names."""
+    inner = functools.partial(_made, home=home, seen=seen)
+    match value:
+        case types.CodeType():
+            return [value.co_code.hex(), value.co_names, inner(value.co_consts)]
+        case tuple() | list():
+            return [inner(each) for each in value]
+        case set() | frozenset():
+            return sorted(map(repr, value))
+        case dict():
+            return {repr(key): inner(each) for key, each in sorted(value.items(), key=repr)}
+        case property():
+            return inner((value.fget, value.fset))
+        case staticmethod() | classmethod():
+            return inner(value.__func__)
+    if getattr(value, "__module__", None) == home and id(value) not in seen:
+        seen.add(id(value))
+        if isinstance(value, types.FunctionType):
+            return inner([value.__code__, value.__defaults__, value.__kwdefaults__, _scope(value)])
+        if isinstance(value, type):
+            return inner([value.__bases__, {name: each for name, each in vars(value).items() if name not in SKIPPED}])
+        return inner([type(value), getattr(value, "__dict__", repr(value))])
+    if isinstance(value, types.ModuleType | types.FunctionType | type):
+        origin = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+        return [value.__name__, *(_trees(origin) if origin not in (None, home) else [])]
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def _scope(function: types.FunctionType) -> dict[str, Any]:
+    """What a function, and those inside it, use of the scopes around it."""
+    scope: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        # A cell is empty until its name is defined.
+        with suppress(ValueError):
+            scope[name] = cell.cell_contents
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        scope |= {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    return scope
