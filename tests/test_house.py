@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "looptim"
 MODULES = sorted(SOURCE.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-DOCS = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+DOCS = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
 
 BRITISH = re.compile(
     r"\b\w*(?:colour|behaviour|neighbour|favour|honour|centre|normalis|initialis|synchronis|orthogonalis|tokenis|optimis(?!m|t)"

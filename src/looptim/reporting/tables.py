@@ -6,6 +6,7 @@ import csv
 import html
 import io
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -67,10 +68,14 @@ def markdown(tables: Sequence[Table]) -> str:
             f"|{'|'.join('---:' if right else '---' for right in numeric)}|",
             *(_pipe(_markdown_cell(cell) for cell in row) for row in table.rows),
             "",
-            *(f"{_markdown_text(note)}  " for note in table.notes),
+            *(f"{_wrap(_markdown_text(note))}  " for note in table.notes),
         ]
         parts.append("\n".join(lines).rstrip() + "\n")
     return "\n".join(parts)
+
+
+def _wrap(text: str) -> str:
+    return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)
 
 
 def _pipe(cells) -> str:
