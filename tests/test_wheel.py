@@ -63,6 +63,8 @@ def test_the_wheel_with_all_works_in_an_empty_folder(wheel, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(target)}
     for verb in (
         ["recipes"],
+        ["demo"],
+        ["train", "nano", "--out", "runs/nano", "--set", "train.steps=20", "--set", "optim.warmup=5"],
         ["train", "smoke", "--out", "runs/smoke"],
         ["look", "runs/smoke", "1+2=", "--out", "look.html"],
         ["report", "runs/smoke"],
@@ -71,4 +73,5 @@ def test_the_wheel_with_all_works_in_an_empty_folder(wheel, tmp_path):
     ):
         done = run(*verb, cwd=empty, env=environment, timeout=600)
         assert done.returncode == 0, done.stderr
-    assert (empty / "look.html").is_file() and (empty / "x" / "index.html").is_file()
+    for page in ("look.html", "x/index.html", "runs/demo/look.html", "runs/demo/report/index.html"):
+        assert (empty / page).is_file(), page
