@@ -252,6 +252,7 @@ class TrainConfig(Strict):
     valid_batches: int = Field(8, ge=1, description="Batches of a validation.")
     sample: str | None = Field(None, description="A text that is continued at every validation, for the report.")
     checkpoint_every: int = Field(250, ge=1, description="Updates between checkpoints.")
+    async_checkpoints: bool = Field(False, description="Write them meanwhile, of copies in host memory.")
     keep_last: int = Field(2, ge=1, description="Newest checkpoints kept.")
     keep_every: int | None = Field(None, ge=1, description="Checkpoints at multiples of this step are kept for good.")
     track: tuple[Literal["trackio", "wandb", "tensorboard"], ...] = Field(

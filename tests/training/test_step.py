@@ -68,7 +68,7 @@ def test_a_batch_has_the_loss_of_its_documents_one_by_one(source, tmp_path, pres
     held_out = [one_by_one(run, "valid", index) for index in range(2)]
     valid_loss = validate(run)["valid_loss"]
     assert valid_loss == pytest.approx(sum(t.item() for t, _ in held_out) / sum(n for _, n in held_out), rel=1e-10)
-    values = update(run, 5)
+    values, _ = update(run, 5).read()
     # The logged loss is summed in fp32.
     assert values["loss"] == pytest.approx((total / counted).item(), rel=1e-6)
     assert values["grad_norm"] == pytest.approx(sum(g.square().sum() for g in gradients).sqrt().item(), rel=1e-9)
@@ -82,7 +82,7 @@ def test_without_the_mask_documents_do_see_each_other(source, tmp_path, monkeypa
         recipe = masked(source)
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"mask_attention": mask})})
         run = open_run(recipe, tmp_path)
-        found.append([validate(run)["valid_loss"], update(run, 0)["loss"]])
+        found.append([validate(run)["valid_loss"], update(run, 0).read()[0]["loss"]])
         assert {part is not None for part in given} == {mask}
         given.clear()
     assert all(abs(a - b) > 1e-3 for a, b in zip(*found, strict=True))

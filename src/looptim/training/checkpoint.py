@@ -29,6 +29,11 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 def save(run: RunDir, step: int, model: LoopedLM, optimizer: MuonAdamW, record: dict[str, Any], world: World) -> Path:
     """Write the checkpoint of `step` (updates done), so that a crash at any instant leaves it whole or not there."""
+    return write(run, step, tensors_of(model, optimizer), record, world)
+
+
+def write(run: RunDir, step: int, tensors: dict[str, Tensor], record: dict[str, Any], world: World) -> Path:
+    """The same for tensors that are given, by processes that wait for each other where `world` says."""
     final = run.checkpoint(step)
     # All processes write into one folder; only one run at a time writes here.
     aside = final.with_name(f".{final.name}.partial")
@@ -36,7 +41,7 @@ def save(run: RunDir, step: int, model: LoopedLM, optimizer: MuonAdamW, record: 
     try:
         with whole_folder(final, replace=True, aside=aside) if world.first else nullcontext():
             world.wait()
-            dcp.save(_tensors(model, optimizer), storage_writer=writer, no_dist=world.size == 1)
+            dcp.save(tensors, storage_writer=writer, no_dist=world.size == 1, process_group=world.waiting)
     except (Exception, CheckpointException) as error:
         if isinstance(_inner(error), KeyboardInterrupt):
             raise KeyboardInterrupt from None
@@ -63,7 +68,7 @@ def load_latest(run: RunDir, model: LoopedLM, optimizer: MuonAdamW | None, world
 
 def load(path: Path, model: LoopedLM, optimizer: MuonAdamW | None, world: World) -> dict[str, Any]:
     """Fill the model, and the optimizer if given, from a checkpoint, however many processes wrote it."""
-    target = _tensors(model, optimizer)
+    target = tensors_of(model, optimizer)
     old = (path / PICKLE).is_file()
     reader = PickledReader(path) if old else TensorReader(path)
     problem = None if old else _problem(path, weights_only=optimizer is None, world=world)
@@ -81,7 +86,7 @@ def load(path: Path, model: LoopedLM, optimizer: MuonAdamW | None, world: World)
     return record
 
 
-def _tensors(model: LoopedLM, optimizer: MuonAdamW | None) -> dict[str, Tensor]:
+def tensors_of(model: LoopedLM, optimizer: MuonAdamW | None) -> dict[str, Tensor]:
     """All that a checkpoint holds, by name: written from here, and read into it. Settings are the config's."""
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     if optimizer is not None:

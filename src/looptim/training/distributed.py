@@ -20,6 +20,10 @@ PATIENCE = datetime.timedelta(days=1)
 """How long processes wait for what one of them does with files: a corpus is packed for hours."""
 
 
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited", "Timed out")
+"""What torch says, among other things, where another process has gone."""
+
+
 class ElsewhereError(ValueError):
     """What the first process failed at, on the others; it is the one to speak."""
 
@@ -55,6 +59,14 @@ class World:
             value = value.clone()
             dist.all_reduce(value)
         return value
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on any process; hosts ask each other, and no device is waited for."""
+        if self.size == 1:
+            return flag
+        flags = torch.tensor(int(flag))
+        dist.all_reduce(flags, group=self.waiting)
+        return bool(flags)
 
     def gather(self, value: T) -> list[T]:
         """What every process gives, in their order."""
@@ -100,6 +112,21 @@ class World:
         if speaker is not None:
             raise ElsewhereError(said[speaker])
         return cast(T, result)
+
+
+def if_lost(error: Exception, world: World, out: Any) -> Exception:
+    """What to raise for an error: a sentence where it says that another process has gone, of one process for all."""
+    if world.size == 1 or not isinstance(error, RuntimeError) or not any(text in str(error) for text in LOST):
+        return error
+    said = (
+        f"one of {world.size} processes has gone, and the others stop; the same command with --resume continues {out}"
+    )
+    try:
+        # torchrun keeps the store, whichever process is lost.
+        first = dist.distributed_c10d._get_default_store().add("lost", 1) == 1
+    except (RuntimeError, ValueError):
+        first = True
+    return ValueError(said) if first else ElsewhereError(said)
 
 
 def start() -> World:

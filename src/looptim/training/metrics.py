@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import statistics
@@ -30,8 +31,8 @@ class RunLog:
         self.run, self.config, self.world, self.first_step = run, config, world, first_step
         self.progress = Progress("training", config.train.steps, done=first_step, show=progress and world.first)
         self.seconds: deque[float] = deque(maxlen=50)
-        self.clock = time.perf_counter()
-        self.peak = 0.0
+        self.clock, self.unread = time.perf_counter(), 0
+        self.peak, self.text = 0.0, ""
         self.sinks: list[Sink] = []
 
     def __enter__(self) -> RunLog:
@@ -51,25 +52,35 @@ class RunLog:
         for sink in self.sinks:
             sink.close()
 
+    def is_logged(self, step: int) -> bool:
+        """Whether the numbers of an update are to be read, for which the device is waited for."""
+        return (step + 1) % self.config.train.log_every == 0 or step + 1 == self.config.train.steps
+
+    def unlogged(self) -> None:
+        """Count an update of which nothing is known yet, not even how long it takes."""
+        self.unread += 1
+        self.progress.advance(1, self.text)
+
     def update(
         self, step: int, values: dict[str, Any], *, tokens: int, tokens_per_step: int, flops_per_token: float
     ) -> None:
         """Log update `step`, of which `values` tell; `tokens` were trained on so far."""
         now = time.perf_counter()
-        self.seconds.append(now - self.clock)
-        self.clock = now
+        self.seconds.append((now - self.clock) / (self.unread + 1))
+        self.clock, self.unread = now, 0
         done, steps = step + 1, self.config.train.steps
         if not self.world.first:
             return
         seconds = statistics.median(self.seconds)
         speed = tokens_per_step / seconds
         mfu = speed * flops_per_token / self.peak
-        logged = done % self.config.train.log_every == 0 or done == steps
-        text = f"step {done}/{steps}, loss {values['loss']:.4f}, {speed:,.0f} tokens/s, MFU {mfu:.0%}"
-        self.progress.advance(1, text, left=seconds * (steps - done), now=logged)
-        if logged:
-            speeds = {"tokens_per_s": round(speed, 1), "mfu": round(mfu, 4)}
-            self._write({"step": done, "tokens": tokens, **values, **speeds})
+        self.text = f"step {done}/{steps}, loss {values['loss']:.4f}, {speed:,.0f} tokens/s, MFU {mfu:.0%}"
+        self.progress.advance(1, self.text, left=seconds * (steps - done), now=True)
+        if "skipped" in values:
+            self.progress.say(f"step {done}: {values['skipped']} updates were not finite, and were skipped")
+        speeds = {"tokens_per_s": round(speed, 1), "mfu": round(mfu, 4)}
+        numbers = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        self._write({"step": done, "tokens": tokens, **numbers, **speeds})
 
     def validation(self, done: int, values: dict[str, Any], tokens: int, *, sample: str | None) -> None:
         """Log a validation after `done` updates, and what the model wrote then, if it did."""
@@ -80,7 +91,7 @@ class RunLog:
                 self.run.samples.append({"step": done, "tokens": tokens, "prompt": prompt, "text": sample})
             self.progress.say(f"step {done}, validation loss {values['valid_loss']:.4f}")
         # Validation is not part of the time of an update.
-        self.clock = time.perf_counter()
+        self.clock, self.unread = time.perf_counter(), 0
 
     def _write(self, record: dict[str, Any]) -> None:
         self.run.metrics.append(record)

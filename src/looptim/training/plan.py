@@ -253,7 +253,7 @@ def rehearse(config: Config, world: World, model: LoopedLM) -> Recorder:
     with seen:
         accumulate(run, Batch(tokens, tokens, tokens), 0)
         seen.phase = STEP
-        clip_gradients(model.parameters(), config.optim.clip)
-        optimizer.step()
+        norm = clip_gradients(model.parameters(), config.optim.clip)
+        optimizer.step(skip=(~norm.isfinite()).float())
         optimizer.zero_grad()
     return seen

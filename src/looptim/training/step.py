@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from contextlib import nullcontext
 from typing import Any, final
@@ -20,9 +21,12 @@ from .distributed import World
 from .mesh import synchronize_gradients
 from .optim import MuonAdamW, clip_gradients, learning_rate, set_rate
 
+IN_A_ROW = 3
+"""Updates in a row that are not finite, and a run has diverged."""
+
 
 class DivergedError(ValueError):
-    """A loss or a gradient that is no number any more."""
+    """Losses or gradients that are no numbers any more."""
 
 
 @final
@@ -48,8 +52,42 @@ def rate_of(config: Config, step: int) -> float:
     return learning_rate(step, peak=optim.lr, minimum=optim.min_lr, warmup=optim.warmup, total=config.train.steps)
 
 
-def update(run: TrainingState, step: int) -> dict[str, Any]:
-    """One optimizer update, from the global batch of `step`; what there is to log of it."""
+@final
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """What there is to log of an update, on the device: only `read` waits for it."""
+
+    step: int
+    lr: float
+    loss: Tensor
+    norm: Tensor
+    skipped: Tensor
+    """Whether it was skipped, because loss or gradient is no number, as 1.0 or 0.0."""
+    unbalanced: dict[str, Tensor]
+    """The load of the busiest expert over the mean, by layer and visit."""
+
+    def read(self, *counts: Tensor) -> tuple[dict[str, Any], list[float]]:
+        """The numbers to log, and those of `counts`, in one transfer."""
+        parts = [self.loss, self.norm, *counts, *self.unbalanced.values()]
+        numbers = torch.cat([part.detach().double().flatten() for part in parts]).tolist()
+        loss, norm, *rest = numbers
+        counted, rest = rest[: len(counts)], rest[len(counts) :]
+        values = {"loss": loss, "lr": self.lr, "grad_norm": norm}
+        if self.unbalanced:
+            visits = [len(ratios) for ratios in self.unbalanced.values()]
+            starts = itertools.accumulate(visits, initial=0)
+            layers = zip(self.unbalanced, starts, visits, strict=False)
+            loads = {name: [round(ratio, 4) for ratio in rest[at : at + n]] for name, at, n in layers}
+            values |= {"moe_load_max": max(max(ratios) for ratios in loads.values()), "moe_load": loads}
+        return values, counted
+
+
+def update(run: TrainingState, step: int) -> Update:
+    """One optimizer update, from the global batch of `step`.
+
+    Nothing here waits for the device, so that the host prepares the next update meanwhile. An update whose loss or
+    gradient is no number changes nothing.
+    """
     settings, optim, world = run.config.train, run.config.optim, run.world
     # All that is random in the forward depends on seed, step and rank alone, so that no generator needs saving.
     torch.manual_seed(_mix(settings.seed, step, world.rank))
@@ -60,15 +98,35 @@ def update(run: TrainingState, step: int) -> dict[str, Any]:
     set_rate(run.optimizer.param_groups, lr, optim.rates)
     total, loads = accumulate(run, batch.to(world.device), step)
     norm = clip_gradients(run.model.parameters(), optim.clip)
-    loss = total.item()
-    if not math.isfinite(loss) or not torch.isfinite(norm):
-        what = "loss" if not math.isfinite(loss) else "gradient"
-        raise DivergedError(
-            f"the {what} of step {step + 1} is not finite; the last checkpoint, if any, is kept; lower optim.lr"
-        )
-    run.optimizer.step()
+    skipped = (~(total.isfinite() & norm.isfinite())).float()
+    run.optimizer.step(skip=skipped)
     run.optimizer.zero_grad()
-    return {"loss": loss, "lr": lr, "grad_norm": norm.item(), **_balance(run, loads)}
+    return Update(step, lr, total, norm, skipped, _balance(run, loads, skipped))
+
+
+@final
+class Skips:
+    """Counts the updates that were skipped, on the device: those since it was asked, and those in a row."""
+
+    def __init__(self, device: torch.device):
+        self.since, self.row = torch.zeros((), device=device), torch.zeros((), device=device)
+
+    def count(self, done: Update) -> None:
+        self.since = self.since + done.skipped
+        self.row = (self.row + 1) * done.skipped
+
+    def read(self, done: Update, *, last: bool) -> dict[str, Any]:
+        """What an update has to log. A DivergedError where too many were skipped in a row, or the last of all was."""
+        values, (since, row) = done.read(self.since, self.row)
+        self.since = torch.zeros_like(self.since)
+        if row >= IN_A_ROW or (row and last):
+            what = "loss" if not math.isfinite(values["loss"]) else "gradient"
+            before = f", nor were those of {row - 1:.0f} updates before it" if row > 1 else ""
+            raise DivergedError(
+                f"the {what} of step {done.step + 1} is not finite{before}; the last checkpoint, if any, is kept; "
+                "lower optim.lr"
+            )
+        return values if not since else {**values, "skipped": int(since)}
 
 
 def accumulate(run: TrainingState, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -147,7 +205,7 @@ def _sample_reads(loops: LoopSampling, steps: int, generator: torch.Generator) -
     return tuple(sorted((torch.multinomial(weights, number, generator=generator) + 1).tolist()))
 
 
-def _balance(run: TrainingState, loads: dict[str, Tensor]) -> dict[str, Any]:
+def _balance(run: TrainingState, loads: dict[str, Tensor], skipped: Tensor) -> dict[str, Tensor]:
     """Move the router biases once, by the loads of the global batch; how unbalanced the experts were."""
     unbalanced = {}
     for name, load in loads.items():
@@ -157,11 +215,10 @@ def _balance(run: TrainingState, loads: dict[str, Tensor]) -> dict[str, Any]:
         # A sampled number of loops may be smaller or larger than the number of visits there are biases for.
         rows = load.sum(0, keepdim=True) if pooled else load[: len(moe.bias)]
         seen = moe.bias[: len(rows)]
-        seen.copy_(balance_update(seen, rows, run.config.model.balance_rate))
-        unbalanced[name] = [round(r, 4) for r in (load.amax(-1) / load.float().mean(-1)).tolist()]
-    if not unbalanced:
-        return {}
-    return {"moe_load_max": max(max(values) for values in unbalanced.values()), "moe_load": unbalanced}
+        moved = balance_update(seen, rows, run.config.model.balance_rate)
+        seen.copy_(torch.where(skipped.bool(), seen, moved))
+        unbalanced[name] = load.amax(-1) / load.float().mean(-1)
+    return unbalanced
 
 
 @torch.no_grad()

@@ -6,12 +6,10 @@ of loops. A run that was killed and resumed therefore has the losses of one that
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,14 +25,16 @@ from ..model.count import count, training_flops
 from ..rundir import RunDir, difference
 from . import checkpoint, distributed
 from .amx import guard_bf16
-from .distributed import World
+from .distributed import World, if_lost
 from .gate import check_code, check_transition
 from .mesh import Sizes, build, open_mesh
 from .metrics import RunLog, environment
 from .optim import MuonAdamW, describe_groups, parameter_groups
 from .samples import check_prompt, write
+from .saver import Saver
 from .sinks import check_sinks
-from .step import TrainingState, rate_of, update, validate
+from .step import Skips, TrainingState, rate_of, update, validate
+from .stop import StopRequest
 
 
 def train(config: Config, out: str | Path, *, resume: bool = False, force: bool = False, progress: bool = True) -> Path:
@@ -73,18 +73,18 @@ def train(config: Config, out: str | Path, *, resume: bool = False, force: bool 
         world.first_does(claim)
         place = Place(folder.path)
         begin = _restore(run) if resume else Done()
-        if world.first:
-            # A kill after the last checkpoint leaves what only the next to claim the run can clear away.
-            _prune(run, begin.step)
+        saver = Saver(folder, config.train, world)
+        # A kill after the last checkpoint leaves what only the next to claim the run can clear away.
+        saver.prune(begin.step)
         with RunLog(folder, config, world, first_step=begin.step, progress=progress) as log:
             # A run that is done keeps the record of the environment that made it.
             if world.first and begin.step < config.train.steps:
                 folder.record(config, _environment(run), data.tokenizer)
             try:
-                _loop(run, log, begin, place)
+                _loop(run, log, begin, place, saver)
             except Exception as error:
                 if not is_out_of_memory(error):
-                    raise
+                    raise if_lost(error, world, folder.path) from None
                 rows = config.train.micro_batch or config.train.batch_size // world.size
                 raise ValueError(
                     f"{rows} sequences of {config.train.seq_len} tokens do not fit the memory at a time; set "
@@ -214,23 +214,28 @@ def _show_changes(run: TrainingState, step: int) -> None:
         print(f"{run.folder.path}: the config has changed ({'; '.join(changes)}){rate}", file=sys.stderr, flush=True)
 
 
-def _loop(run: TrainingState, log: RunLog, begin: Done, place: Place) -> None:
+def _loop(run: TrainingState, log: RunLog, begin: Done, place: Place, saver: Saver) -> None:
     settings, tokens = run.config.train, begin.tokens
-    flops = _flops(run)
-    with StopRequest() as stop:
+    flops, skips = _flops(run), Skips(run.world.device)
+    with StopRequest() as stop, saver:
         if begin.step == 0:
             # The first validation shows what the loops do before anything is learned.
             _validate(run, log, Done())
         for step in range(begin.step, settings.steps):
-            values = update(run, step)
+            now = update(run, step)
+            skips.count(now)
             tokens += run.tokens_per_step
-            log.update(step, values, tokens=tokens, tokens_per_step=run.tokens_per_step, flops_per_token=flops)
             done = step + 1
+            if log.is_logged(step):
+                values = skips.read(now, last=done == settings.steps)
+                log.update(step, values, tokens=tokens, tokens_per_step=run.tokens_per_step, flops_per_token=flops)
+            else:
+                log.unlogged()
             stopping = stop.agreed(run.world)
             if done % settings.valid_every == 0 or done == settings.steps:
                 _validate(run, log, Done(done, tokens))
             if done % settings.checkpoint_every == 0 or done == settings.steps or stopping:
-                _save(run, Done(done, tokens), place)
+                _save(run, Done(done, tokens), place, saver)
             if stopping and done < settings.steps:
                 raise KeyboardInterrupt
 
@@ -252,45 +257,8 @@ def _flops(run: TrainingState) -> float:
     return training_flops(run.config, documents=batch.document_lengths())
 
 
-@final
-class StopRequest:
-    """Ctrl-C or SIGTERM lets the update in hand finish, so that what is saved is whole; a second Ctrl-C stops at once.
-
-    A second SIGTERM is no impatience: schedulers send it to all processes, and studies and torchrun pass it on.
-    """
-
-    def __init__(self) -> None:
-        self.asked: set[int] = set()
-        self.before: dict[int, Any] = {}
-
-    def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            self.before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def _ask(self, number: int, frame: Any) -> None:
-        if number == signal.SIGINT and number in self.asked:
-            raise KeyboardInterrupt
-        self.asked.add(number)
-
-    def agreed(self, world: World) -> bool:
-        """Whether any process was asked to stop: all must save the same step."""
-        return bool(world.sum(torch.tensor(int(bool(self.asked)), device=world.device)))
-
-
-def _save(run: TrainingState, done: Done, place: Place) -> None:
+def _save(run: TrainingState, done: Done, place: Place, saver: Saver) -> None:
     run.world.first_does(place.check)
     config = run.config.model_dump(mode="json")
     record = {"tokens": done.tokens, "config": config, "data": run.data.fingerprint, **environment(run.world)}
-    checkpoint.save(run.folder, done.step, run.model, run.optimizer, record, run.world)
-    if run.world.first:
-        _prune(run, done.step)
-
-
-def _prune(run: TrainingState, step: int) -> None:
-    settings = run.config.train
-    checkpoint.prune(run.folder, keep_last=settings.keep_last, keep_every=settings.keep_every, step=step)
+    saver.save(done.step, run.model, run.optimizer, record)

@@ -67,8 +67,8 @@ class MuonAdamW(Optimizer):
             raise ValueError("a Muon group holds a parameter that is not a matrix; put it into an AdamW group.")
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient."""
+    def step(self, closure: Callable[[], Any] | None = None, *, skip: Tensor | None = None) -> Any:
+        """One update of every parameter that has a gradient; none where `skip`, on their device, is 1.0 and not 0.0."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -78,9 +78,9 @@ class MuonAdamW(Optimizer):
             parameters = [p for p in group["params"] if p.grad is not None]
             if group["kind"] == "muon":
                 for batch in equal_shapes(parameters):
-                    self._muon(batch, group)
+                    self._muon(batch, group, skip)
             else:
-                self._adamw(parameters, group)
+                self._adamw(parameters, group, skip)
         return loss
 
     def prepare(self) -> None:
@@ -96,19 +96,24 @@ class MuonAdamW(Optimizer):
                     state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
 
-    def _muon(self, batch: list[Tensor], group: dict[str, Any]) -> None:
+    def _muon(self, batch: list[Tensor], group: dict[str, Any], skip: Tensor | None) -> None:
         lr, beta = group["lr"], group["momentum"]
         updates = []
         for p in batch:
             grad, buffer = local(cast(Tensor, p.grad)), local(self.state[p]["momentum_buffer"])
-            buffer.mul_(beta).add_(grad)
+            if skip is None:
+                buffer.mul_(beta).add_(grad)
+            else:
+                buffer.copy_(torch.where(skip.bool(), buffer, buffer.mul(beta).add_(grad)))
             updates.append(grad.add(buffer, alpha=beta))
         scale = MATCHED_RMS * math.sqrt(max(batch[0].shape[-2:]))
         directions = orthogonalize(updates, like=batch[0], steps=group["polar_steps"])
         for p, direction in zip(batch, directions, strict=True):
-            local(p).mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-lr * scale)
+            mine = local(p)
+            moved = mine.mul(1 - lr * group["weight_decay"]).add_(direction, alpha=-lr * scale)
+            mine.copy_(moved if skip is None else torch.where(skip.bool(), mine, moved))
 
-    def _adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+    def _adamw(self, parameters: list[Tensor], group: dict[str, Any], skip: Tensor | None) -> None:
         beta1, beta2 = group["betas"]
         adamw(
             [local(p) for p in parameters],
@@ -125,6 +130,7 @@ class MuonAdamW(Optimizer):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
+            found_inf=skip,
         )
 
 
