@@ -62,10 +62,10 @@ def test_the_loss_falls(tmp_path):
 def test_the_optimizer_gets_the_schedule_and_clipped_gradients(tmp_path, monkeypatch):
     seen, step_of = [], MuonAdamW.step
 
-    def step(self, *arguments):
+    def step(self, **options):
         gradients = [p.grad for group in self.param_groups for p in group["params"]]
         seen.append(({group["lr"] for group in self.param_groups}, torch.nn.utils.get_total_norm(gradients).item()))
-        return step_of(self, *arguments)
+        return step_of(self, **options)
 
     monkeypatch.setattr(MuonAdamW, "step", step)
     lo.train(config(steps=4, valid_every=4, optim={"clip": 1e-3}), tmp_path / "run", progress=False)
@@ -467,14 +467,14 @@ def test_checkpoints_without_a_config_are_somebodys(straight, tmp_path):
 
 
 def test_a_run_that_came_while_the_data_was_packed_is_not_overwritten(tmp_path, monkeypatch):
-    opened = training._open
+    opened = training.open_data
 
     def meanwhile(*arguments, **options):
         monkeypatch.undo()
         lo.train(config(steps=3, valid_every=3, seed=1), tmp_path / "run", progress=False)
         return opened(*arguments, **options)
 
-    monkeypatch.setattr(training, "_open", meanwhile)
+    monkeypatch.setattr(training, "open_data", meanwhile)
     with pytest.raises(ValueError, match="already holds a run"):
         lo.train(config(), tmp_path / "run", progress=False)
     assert lo.load_config(tmp_path / "run" / "config.toml").train.seed == 1

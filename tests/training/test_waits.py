@@ -55,9 +55,9 @@ class Zeros(Dataset):
 RECIPES = {
     "operloop": config(batch_size=8, micro_batch=2),
     "per visit, recomputed": config(model={"balance": "per_visit"}, batch_size=4, activation_checkpointing=True),
-    "parcae's depths": config(
+    "huginn's depths": config(
         model={"loop": {"preset": "huginn", "options": {"start": "prelude"}}},
-        loops={"scheme": "parcae", "mean": 3.0, "grad_loops": 2},
+        loops={"scheme": "huginn", "mean": 3.0, "grad_loops": 2},
     ),
     "read-outs, bf16": config(loops={"readouts": 1}, dtype="bf16"),
     "documents": config(data={"mask_boundaries": True}),

@@ -79,10 +79,24 @@ def study(
         ),
     ] = None,
     jobs: Annotated[int, typer.Option(help="How many runs are trained at the same time.")] = 1,
+    launcher: Annotated[
+        str | None, typer.Option(metavar="slurm", help="Submit the runs to SLURM, an array of jobs, and come back.")
+    ] = None,
+    sbatch: Annotated[
+        list[str] | None, typer.Option(metavar="OPTION", help="With slurm, as in --sbatch=--time=4:00:00; may repeat.")
+    ] = None,
 ) -> None:
     """Compare transitions over seeds; finished runs are skipped, and the same command continues what was cut."""
     import looptim
 
+    if launcher not in (None, "slurm") or (sbatch and launcher is None):
+        raise ValueError(f"--launcher is slurm or left out, and --sbatch goes with it; got {launcher!r}")
+    if launcher is not None:
+        from ..studies.slurm import submit
+
+        ids = submit(file, out, scale=scale, set=set or (), runs=runs, jobs=jobs, sbatch=sbatch or ())
+        print(f"submitted {', '.join(ids)}; the last writes {out}/index.html when the others are done")
+        return
     try:
         page = looptim.study(file, out, scale=scale, set=set or (), runs=runs, jobs=jobs)
     except KeyboardInterrupt:

@@ -163,6 +163,18 @@ def _start_worker(parent: int, threads: int, stop: Event) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def train_cell(cell: Cell, runs: Path) -> None:
+    """Train one run as far as it is not, and ask it its task. A run that diverges says so in a file of its own."""
+    run = RunDir(runs / cell.name)
+    try:
+        train(cell.config, run.path, resume=True, progress=False)
+        task = task_of(cell.config)
+        if task is not None:
+            _ask(task, run)
+    except DivergedError as error:
+        write_whole(run.diverged_file, str(error))
+
+
 def _run(cell: Cell, runs: Path, presets: bytes) -> None:
     """Train one run, and ask it its task. A HeldError if another study is at it."""
     unpack(presets)
@@ -177,12 +189,7 @@ def _run(cell: Cell, runs: Path, presets: bytes) -> None:
         # The lock is asked for before the data is opened, since a held run is asked for again and again.
         with run.claim():
             pass
-        train(cell.config, run.path, resume=True, progress=False)
-        task = task_of(cell.config)
-        if task is not None:
-            _ask(task, run)
-    except DivergedError as error:
-        write_whole(run.diverged_file, str(error))
+        train_cell(cell, runs)
     except HeldError:
         # Where all that is left is held, a study should not spend its time on asking.
         time.sleep(2)

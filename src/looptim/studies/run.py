@@ -66,7 +66,7 @@ def study(
 
 
 def _carry_out(plan: Plan, out: Path, folder: Path, *, jobs: int, progress: bool) -> Path:
-    changed = _check_folder(out, plan)
+    changed = check_folder(out, plan)
     for place in (out, folder):
         check_writable(place)
     if progress:
@@ -108,7 +108,7 @@ def _say_what_is_reused(plan: Plan, folder: Path, changed: Sequence[str]) -> Non
             print(f"{name}: {done[name]} of {len(plan.study.seeds)} runs are used again", file=sys.stderr)
 
 
-def _check_folder(out: Path, plan: Plan) -> list[str]:
+def check_folder(out: Path, plan: Plan) -> list[str]:
     """A folder holds one study, which may gain seeds and variants; those whose code is another than before."""
     file = out / "study.json"
     if not file.is_file():

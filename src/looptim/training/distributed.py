@@ -114,16 +114,17 @@ class World:
         return cast(T, result)
 
 
-def if_lost(error: Exception, world: World, out: Any) -> Exception:
-    """What to raise for an error: a sentence where it says that another process has gone, of one process for all."""
-    if world.size == 1 or not isinstance(error, RuntimeError) or not any(text in str(error) for text in LOST):
-        return error
-    said = (
-        f"one of {world.size} processes has gone, and the others stop; the same command with --resume continues {out}"
-    )
+def is_lost(error: Exception, world: World) -> bool:
+    """Whether an error says that another process has gone."""
+    return world.size > 1 and isinstance(error, RuntimeError) and any(text in str(error) for text in LOST)
+
+
+def gone(world: World, out: Any) -> ValueError:
+    """What to raise where another process has gone: one of those that are left speaks for all."""
+    said = f"one of {world.size} processes has gone, so all stop; the same command with --resume continues {out}"
     try:
         # torchrun keeps the store, whichever process is lost.
-        first = dist.distributed_c10d._get_default_store().add("lost", 1) == 1
+        first = dist.distributed_c10d._get_default_store().add("gone", 1) == 1
     except (RuntimeError, ValueError):
         first = True
     return ValueError(said) if first else ElsewhereError(said)

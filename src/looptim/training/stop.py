@@ -27,6 +27,8 @@ class StopRequest:
         self.asked: set[int] = set()
         self.before: dict[int, Any] = {}
         self.over = threading.Event()
+        self.deaf = False
+        """Whether SIGTERM is ignored from now on: the process ends by itself, and has something to say before."""
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
@@ -41,7 +43,7 @@ class StopRequest:
     def __exit__(self, *error: Any) -> None:
         self.over.set()
         for number, handler in self.before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if number == signal.SIGTERM and self.deaf else handler)
         if self.before:
             signal.set_wakeup_fd(self.wakeup)
             # The thread that listens at the other end then hears that it is over.

@@ -7,7 +7,9 @@ of loops. A run that was killed and resumed therefore has the losses of one that
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +27,7 @@ from ..model.count import count, training_flops
 from ..rundir import RunDir, difference
 from . import checkpoint, distributed
 from .amx import guard_bf16
-from .distributed import World, if_lost
+from .distributed import World, gone, is_lost
 from .gate import check_code, check_transition
 from .mesh import Sizes, build, open_mesh
 from .metrics import RunLog, environment
@@ -76,15 +78,18 @@ def train(config: Config, out: str | Path, *, resume: bool = False, force: bool 
         saver = Saver(folder, config.train, world)
         # A kill after the last checkpoint leaves what only the next to claim the run can clear away.
         saver.prune(begin.step)
-        with RunLog(folder, config, world, first_step=begin.step, progress=progress) as log:
+        with StopRequest() as stop, RunLog(folder, config, world, first_step=begin.step, progress=progress) as log:
             # A run that is done keeps the record of the environment that made it.
             if world.first and begin.step < config.train.steps:
                 folder.record(config, _environment(run), data.tokenizer)
             try:
-                _loop(run, log, begin, place, saver)
+                with saver:
+                    _loop(run, log, begin, save=partial(_save, run, place, saver), stop=stop)
             except Exception as error:
                 if not is_out_of_memory(error):
-                    raise if_lost(error, world, folder.path) from None
+                    # torchrun ends all where one is lost.
+                    stop.deaf = is_lost(error, world)
+                    raise (gone(world, folder.path) if stop.deaf else error) from None
                 rows = config.train.micro_batch or config.train.batch_size // world.size
                 raise ValueError(
                     f"{rows} sequences of {config.train.seq_len} tokens do not fit the memory at a time; set "
@@ -214,30 +219,29 @@ def _show_changes(run: TrainingState, step: int) -> None:
         print(f"{run.folder.path}: the config has changed ({'; '.join(changes)}){rate}", file=sys.stderr, flush=True)
 
 
-def _loop(run: TrainingState, log: RunLog, begin: Done, place: Place, saver: Saver) -> None:
+def _loop(run: TrainingState, log: RunLog, begin: Done, *, save: Callable[[Done], None], stop: StopRequest) -> None:
     settings, tokens = run.config.train, begin.tokens
     flops, skips = _flops(run), Skips(run.world.device)
-    with StopRequest() as stop, saver:
-        if begin.step == 0:
-            # The first validation shows what the loops do before anything is learned.
-            _validate(run, log, Done())
-        for step in range(begin.step, settings.steps):
-            now = update(run, step)
-            skips.count(now)
-            tokens += run.tokens_per_step
-            done = step + 1
-            if log.is_logged(step):
-                values = skips.read(now, last=done == settings.steps)
-                log.update(step, values, tokens=tokens, tokens_per_step=run.tokens_per_step, flops_per_token=flops)
-            else:
-                log.unlogged()
-            stopping = stop.agreed(run.world)
-            if done % settings.valid_every == 0 or done == settings.steps:
-                _validate(run, log, Done(done, tokens))
-            if done % settings.checkpoint_every == 0 or done == settings.steps or stopping:
-                _save(run, Done(done, tokens), place, saver)
-            if stopping and done < settings.steps:
-                raise KeyboardInterrupt
+    if begin.step == 0:
+        # The first validation shows what the loops do before anything is learned.
+        _validate(run, log, Done())
+    for step in range(begin.step, settings.steps):
+        now = update(run, step)
+        skips.count(now)
+        tokens += run.tokens_per_step
+        done = step + 1
+        if log.is_logged(step):
+            values = skips.read(now, last=done == settings.steps)
+            log.update(step, values, tokens=tokens, tokens_per_step=run.tokens_per_step, flops_per_token=flops)
+        else:
+            log.unlogged()
+        stopping = stop.agreed(run.world)
+        if done % settings.valid_every == 0 or done == settings.steps:
+            _validate(run, log, Done(done, tokens))
+        if done % settings.checkpoint_every == 0 or done == settings.steps or stopping:
+            save(Done(done, tokens))
+        if stopping and done < settings.steps:
+            raise KeyboardInterrupt
 
 
 def _validate(run: TrainingState, log: RunLog, done: Done) -> None:
@@ -257,7 +261,7 @@ def _flops(run: TrainingState) -> float:
     return training_flops(run.config, documents=batch.document_lengths())
 
 
-def _save(run: TrainingState, done: Done, place: Place, saver: Saver) -> None:
+def _save(run: TrainingState, place: Place, saver: Saver, done: Done) -> None:
     run.world.first_does(place.check)
     config = run.config.model_dump(mode="json")
     record = {"tokens": done.tokens, "config": config, "data": run.data.fingerprint, **environment(run.world)}

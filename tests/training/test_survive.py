@@ -1,0 +1,198 @@
+"""Runs that survive a cluster: a lost process, restarts, other numbers of processes, SIGTERM, checkpoints meanwhile."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from support import config, losses
+
+import looptim as lo
+from looptim.rundir import RunDir
+
+pytestmark = pytest.mark.long
+
+# Dies as asked before a file operation in the run's folder: rank and number are given; and only in the first life.
+DIES = """
+import os, signal, sys
+rank, number, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+writes, done = os.O_WRONLY | os.O_RDWR | os.O_CREAT, 0
+changes = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
+def watch(event, arguments):
+    global done
+    if event in changes or (event == "open" and isinstance(arguments[2], int) and arguments[2] & writes):
+        if str(arguments[0]).startswith(folder):
+            if done == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            done += 1
+if int(os.environ["RANK"]) == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    sys.addaudithook(watch)
+sys.argv = ["looptim", *sys.argv[4:]]
+from looptim.__main__ import main
+main()
+"""
+
+
+def recipe(folder, **train):
+    settings = {"steps": 6, "valid_every": 6, "checkpoint_every": 2, "batch_size": 8, **train}
+    (folder / "recipe.toml").write_text(config(model={"experts": 8}, **settings).to_toml())
+    (folder / "dies.py").write_text(DIES)
+    return folder / "recipe.toml"
+
+
+def start(processes, folder, out, *, rank=-1, number=-1, launch=(), extra=()):
+    """`looptim train` under torchrun, of which a process dies before one of its file operations."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *launch]
+    dies = [str(folder / "dies.py"), str(rank), str(number), str(out)]
+    train = ["train", str(folder / "recipe.toml"), "--out", str(out), "--no-export", "--resume", *extra]
+    command = [sys.executable, *torchrun, *dies, *train]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+
+
+def same(out, straight):
+    assert losses(out) == losses(straight)
+    names = [sorted(str(p.relative_to(each)) for p in each.rglob("*")) for each in (out, straight)]
+    assert names[0] == names[1]
+    # Weights and optimizer to the last bit.
+    last = ("checkpoints/step_000006/SHA256SUMS", "checkpoints/step_000004/SHA256SUMS")
+    for name in last:
+        lines = [
+            [line for line in (each / name).read_text().splitlines() if "checkpoint.json" not in line]
+            for each in (out, straight)
+        ]
+        assert lines[0] == lines[1]
+
+
+def test_a_lost_process_is_one_sentence_and_restarts_go_on_by_themselves(tmp_path):
+    recipe(tmp_path, async_checkpoints=True)
+    straight = tmp_path / "straight"
+    done = start(2, tmp_path, straight)
+    assert done.returncode == 0, done.stderr
+    began = time.monotonic()
+    lost = start(2, tmp_path, tmp_path / "lost", rank=1, number=1)
+    assert lost.returncode != 0 and time.monotonic() - began < 60
+    assert lost.stderr.count("one of 2 processes has gone, so all stop") == 1, lost.stderr
+    assert lost.stderr.count("looptim: ") == 1
+    again = start(2, tmp_path, tmp_path / "again", rank=0, number=12, launch=["--max-restarts=2"])
+    assert again.returncode == 0, again.stderr
+    same(tmp_path / "again", straight)
+
+
+def test_checkpoints_beside_the_training_are_those_of_one_that_waits(tmp_path):
+    few = config(steps=6, valid_every=6)
+    beside = few.model_copy(update={"train": few.train.model_copy(update={"async_checkpoints": True})})
+    for name, each in (("waits", few), ("beside", beside)):
+        lo.train(each, tmp_path / name, progress=False)
+    sums = [RunDir(tmp_path / name).latest() / "SHA256SUMS" for name in ("waits", "beside")]
+    one, two = ([line for line in file.read_text().splitlines() if "checkpoint.json" not in line] for file in sums)
+    assert one == two
+    assert losses(tmp_path / "waits") == losses(tmp_path / "beside")
+
+
+def test_what_a_checkpoint_beside_the_training_fails_at_is_said(tmp_path, monkeypatch):
+    from looptim.training import storage
+
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(storage, "write_tensors", full)
+    with pytest.raises(ValueError, match=r"could not write the checkpoint of step 3 .*No space left on device"):
+        lo.train(config(async_checkpoints=True), tmp_path / "run", progress=False)
+    assert RunDir(tmp_path / "run").latest() is None
+
+
+HANGS = """
+import sys, threading, time
+import looptim as lo
+from looptim.training import stop, train
+stop.GRACE = 2.0
+before = train.update
+def hangs(run, step):
+    if step == 3:
+        print("now", flush=True)
+        # A wait for another process's share, if that is lost, does not end.
+        threading.Event().wait() if sys.argv[3] == "lost" else time.sleep(1)
+    return before(run, step)
+train.update = hangs
+lo.train(lo.load_config(sys.argv[1]), sys.argv[2], progress=False)
+"""
+
+
+@pytest.mark.parametrize("case", ["lost", "slow"])
+def test_sigterm_saves_within_its_time_or_says_that_it_cannot(tmp_path, case):
+    recipe(tmp_path, steps=12, checkpoint_every=3)
+    (tmp_path / "hangs.py").write_text(HANGS)
+    command = [sys.executable, str(tmp_path / "hangs.py"), str(tmp_path / "recipe.toml"), str(tmp_path / "run"), case]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "now\n"
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert time.monotonic() - began < 20
+    latest = RunDir(tmp_path / "run").latest().name
+    if case == "slow":
+        assert latest == "step_000004" and "KeyboardInterrupt" in said
+    else:
+        assert latest == "step_000003" and process.returncode == 1
+        assert "the update in hand did not end within 2 s of SIGTERM and is not saved; --resume continues" in said
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_a_node_that_is_lost_leaves_fewer_processes_that_go_on(tmp_path):
+    recipe(tmp_path, steps=400, valid_every=400, checkpoint_every=5, keep_last=1)
+    conf = "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+    elastic = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", conf]
+    launch = ["-m", "torch.distributed.run", *elastic, f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=1"]
+    train = ["train", str(tmp_path / "recipe.toml"), "--out", str(tmp_path / "run"), "--no-export", "--resume"]
+    command = [sys.executable, *launch, "-m", "looptim", *train]
+    nodes = []
+    for _ in range(2):
+        nodes.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True))
+        time.sleep(1)
+    while (latest := RunDir(tmp_path / "run").latest()) is None:
+        assert nodes[0].poll() is None
+        time.sleep(0.2)
+    assert '"processes": 2' in (latest / "checkpoint.json").read_text()
+    os.killpg(nodes[1].pid, signal.SIGKILL)
+    _, said = nodes[0].communicate(timeout=300)
+    assert nodes[0].returncode == 0, said
+    latest = RunDir(tmp_path / "run").latest()
+    assert latest.name == "step_000400" and '"processes": 1' in (latest / "checkpoint.json").read_text()
+    alone = lo.train(lo.load_config(tmp_path / "recipe.toml"), tmp_path / "alone", progress=False)
+    assert losses(tmp_path / "run")[30] == pytest.approx(losses(alone)[30], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("rank", range(4))
+def test_whichever_process_dies_at_whichever_file_operation_the_run_goes_on_bit_for_bit(tmp_path, rank, beside):
+    recipe(tmp_path, async_checkpoints=beside)
+    mesh = ["--set", "parallel.replicate=2", "--set", "parallel.expert=2"]
+    straight = tmp_path / "straight"
+    done = start(4, tmp_path, straight, extra=mesh)
+    assert done.returncode == 0, done.stderr
+    kills = 0
+    # The first process makes folders, records and logs; the others write their shards.
+    for number in range(0, 60, 9) if rank == 0 else range(0, 6, 2):
+        out = tmp_path / "killed"
+        ended = start(4, tmp_path, out, rank=rank, number=number, extra=mesh)
+        kills += ended.returncode != 0
+        if ended.returncode:
+            assert re.search("SIGKILL", ended.stderr), ended.stderr
+            done = start(4, tmp_path, out, extra=mesh)
+            assert done.returncode == 0, done.stderr
+        same(out, straight)
+        shutil.rmtree(out)
+    assert kills >= 3
