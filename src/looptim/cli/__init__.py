@@ -35,6 +35,7 @@ VERBS = {
     "look": results.look,
     "study": training.study,
     "bench": costs.bench,
+    "doctor": training.doctor,
 }
 """The verbs in the order in which the help lists them."""
 

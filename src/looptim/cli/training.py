@@ -103,3 +103,16 @@ def study(
         raise StopError(f"stopped; the same command continues {out}") from None
     print((page.parent / "results.md").read_text(encoding="utf-8"))
     print(page)
+
+
+def doctor() -> None:
+    """Try what looptim needs of this machine, one thing after the other, and say of each what was found."""
+    from ..training.doctor import examine
+
+    ill = 0
+    for finding in examine():
+        mark = {True: "well", False: "ILL ", None: "skip"}[finding.well]
+        print(f"{mark}  {finding.name}: {finding.said}", flush=True)
+        ill += finding.well is False
+    if ill:
+        raise ValueError(f"{ill} of the checks failed; docs/gpu.md says what each needs")
