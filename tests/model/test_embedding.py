@@ -4,7 +4,9 @@ import pytest
 import torch
 from support import config
 
+import looptim as lo
 from looptim.config import ModelConfig
+from looptim.data import Tokenizer
 from looptim.model.embedding import PairEmbedding
 from looptim.model.lm import LoopedLM
 from looptim.training.optim.groups import parameter_groups
@@ -41,3 +43,9 @@ def test_pairs_need_a_head_of_their_own_and_data_that_has_them():
         LoopedLM(ModelConfig.tiny(pairs=True, tied=True))
     with pytest.raises(ValueError, match=r"model.pairs .True. and data.options.pairs must agree: .* set both or none"):
         check_model(config(model={"pairs": True, "tied": False}))
+
+
+def test_a_model_of_pairs_writes_no_text():
+    model = LoopedLM(ModelConfig.tiny(pairs=True, tied=False), seed=0)
+    with pytest.raises(ValueError, match=r"reads two tokens at a time and writes one; it cannot go on from a text"):
+        lo.generate(model, Tokenizer.bytes(), "a0")

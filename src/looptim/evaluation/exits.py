@@ -157,7 +157,7 @@ def evaluate_exits(
         _compare(record)
         best = Exit("residual", rows["residual"]["chosen"]["threshold"])
         shown = run_exits(model, report, [best] * len(report))
-        record["kinds"] = depth_by_kind(report, shown.depths, tokenizer, config.data.source)
+        record["kinds"] = depth_by_kind(report, shown.depths, tokenizer, data)
         record["flops"] = _flops(config.model, rows["residual"]["chosen"]["loops"])
         if speed:
             record["speed"] = decoding_speed(model, best, report[0].tokens)

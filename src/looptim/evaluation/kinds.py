@@ -8,8 +8,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from ..data import Tokenizer
-from ..data.deref import hops_of
+from ..data import Dataset, Tokenizer
 from ..model import IGNORE
 
 KINDS = {
@@ -30,19 +29,16 @@ def kind_of(piece: str) -> str:
 
 
 def depth_by_kind(
-    pairs: Iterable[tuple[Tensor, Tensor]], depths: Iterable[Tensor], tokenizer: Tokenizer, source: str
+    pairs: Iterable[tuple[Tensor, Tensor]], depths: Iterable[Tensor], tokenizer: Tokenizer, data: Dataset
 ) -> dict[str, dict[str, float]]:
     """The mean depth and the number of predicted tokens of each kind; of chained assignments, by hops."""
     found: dict[str, list[int]] = defaultdict(list)
     for (tokens, targets), depth in zip(pairs, depths, strict=True):
-        pieces = tokenizer.pieces(set(tokens.flatten().tolist()))
-        for row, target, deep in zip(tokens.tolist(), targets.tolist(), depth.tolist(), strict=True):
-            if source == "synthetic:deref":
-                text = "".join(pieces[token] for token in row if token != tokenizer.eos)
-                names = [f"{hops} hops" for hops in hops_of(text) for _ in range(2)]
-            else:
-                names = [kind_of(pieces[token]) for token in row]
-            for name, wanted, loops in zip(names, target, deep, strict=False):
+        hops = data.needed_hops(tokens)
+        pieces = {} if hops is not None else tokenizer.pieces(set(tokens.flatten().tolist()))
+        rows = tokens.tolist() if hops is None else hops.tolist()
+        for row, target, deep in zip(rows, targets.tolist(), depth.tolist(), strict=True):
+            for each, wanted, loops in zip(row, target, deep, strict=True):
                 if wanted != IGNORE:
-                    found[name].append(loops)
+                    found[kind_of(pieces[each]) if hops is None else f"{each} hops"].append(loops)
     return {name: {"loops": sum(all_) / len(all_), "tokens": len(all_)} for name, all_ in sorted(found.items())}
