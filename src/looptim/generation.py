@@ -139,9 +139,7 @@ def _wrapped(model: LoopedLM, loops: int | None, depth: Depth | None) -> Iterato
     if loops is not None and depth is not None:
         raise ValueError(f"loops ({loops}) and depth ({depth}) both say how deep to go; give one")
     if model.config.pairs:
-        raise ValueError(
-            "this model reads two tokens at a time and writes one; it cannot go on from a text"
-        )
+        raise ValueError("this model reads two tokens at a time and writes one; it cannot go on from a text")
     training = model.training
     try:
         # Its bookkeeping for gradients would take a seventh of the time of a token.
