@@ -100,7 +100,8 @@ def _by_loops(plan: Plan, done: Sequence[Outcome]) -> list[Table]:
     header = ["hops solved, with other loops", *map(str, asked)]
     note = (
         f"Hops up to which every number of hops has {SOLVED:.0%} right answers, the mean over seeds, when a transition "
-        "that is shared by its loops runs another number of them than it was trained with."
+        "that is shared by its loops runs another number of them than it was trained with; -1 where not even a value "
+        "that stands in the statement itself is read."
     )
     return [Table("test_loops", "Loops at test time", header, rows, [note], error=HALF_WIDTH, labels=1)]
 
