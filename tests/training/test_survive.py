@@ -14,6 +14,7 @@ from support import config, losses
 
 import looptim as lo
 from looptim.rundir import RunDir
+from looptim.training.storage import DIGESTS
 
 pytestmark = pytest.mark.long
 
@@ -60,7 +61,7 @@ def same(out, straight):
     names = [sorted(str(p.relative_to(each)) for p in each.rglob("*")) for each in (out, straight)]
     assert names[0] == names[1]
     # Weights and optimizer to the last bit.
-    last = ("checkpoints/step_000006/SHA256SUMS", "checkpoints/step_000004/SHA256SUMS")
+    last = (f"checkpoints/step_000006/{DIGESTS}", f"checkpoints/step_000004/{DIGESTS}")
     for name in last:
         lines = [
             [line for line in (each / name).read_text().splitlines() if "checkpoint.json" not in line]
@@ -89,7 +90,7 @@ def test_checkpoints_beside_the_training_are_those_of_one_that_waits(tmp_path):
     beside = few.model_copy(update={"train": few.train.model_copy(update={"async_checkpoints": True})})
     for name, each in (("waits", few), ("beside", beside)):
         lo.train(each, tmp_path / name, progress=False)
-    sums = [RunDir(tmp_path / name).latest() / "SHA256SUMS" for name in ("waits", "beside")]
+    sums = [RunDir(tmp_path / name).latest() / DIGESTS for name in ("waits", "beside")]
     one, two = ([line for line in file.read_text().splitlines() if "checkpoint.json" not in line] for file in sums)
     assert one == two
     assert losses(tmp_path / "waits") == losses(tmp_path / "beside")
