@@ -19,6 +19,7 @@ from ..config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from ..model import Experts, LoopedLM, Routing
 from ..model.attention import causal_attention, document_starts, visible
 from ..rundir import RunDir
+from .amx import guard_bf16
 from .distributed import World
 from .optim import MuonAdamW, parameter_groups
 from .peak import gemm_peak
@@ -72,6 +73,8 @@ def versions() -> str:
 
 def matmul() -> str:
     """The speed that utilization is a share of."""
+    if not torch.cuda.is_available():
+        guard_bf16()
     speeds = {dtype: gemm_peak(_device(), dtype) for dtype in ("fp32", "bf16")}
     _must(min(speeds.values()) > 0, f"a matmul took no time: {speeds}")
     return ", ".join(f"{dtype} {speed / 1e12:.2f} TFLOP/s" for dtype, speed in speeds.items())
