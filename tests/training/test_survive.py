@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -142,37 +141,6 @@ def test_sigterm_saves_within_its_time_or_says_that_it_cannot(tmp_path, case):
     else:
         assert latest == "step_000003" and process.returncode == 1
         assert "the update in hand did not end within 2 s of SIGTERM and is not saved; --resume continues" in said
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
-
-
-@pytest.mark.slow
-def test_a_node_that_is_lost_leaves_fewer_processes_that_go_on(tmp_path):
-    recipe(tmp_path, steps=400, valid_every=400, checkpoint_every=5, keep_last=1)
-    conf = "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
-    elastic = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", conf]
-    launch = ["-m", "torch.distributed.run", *elastic, f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=1"]
-    train = ["train", str(tmp_path / "recipe.toml"), "--out", str(tmp_path / "run"), "--no-export", "--resume"]
-    command = [sys.executable, *launch, "-m", "looptim", *train]
-    nodes = []
-    for _ in range(2):
-        nodes.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True))
-        time.sleep(1)
-    while (latest := RunDir(tmp_path / "run").latest()) is None:
-        assert nodes[0].poll() is None
-        time.sleep(0.2)
-    assert '"processes": 2' in (latest / "checkpoint.json").read_text()
-    os.killpg(nodes[1].pid, signal.SIGKILL)
-    _, said = nodes[0].communicate(timeout=300)
-    assert nodes[0].returncode == 0, said
-    latest = RunDir(tmp_path / "run").latest()
-    assert latest.name == "step_000400" and '"processes": 1' in (latest / "checkpoint.json").read_text()
-    alone = lo.train(lo.load_config(tmp_path / "recipe.toml"), tmp_path / "alone", progress=False)
-    assert losses(tmp_path / "run")[30] == pytest.approx(losses(alone)[30], rel=1e-3)
 
 
 @pytest.mark.slow
