@@ -1,8 +1,10 @@
 """Folders and files that a stranger made are data: they execute nothing, write nowhere else, and fail in a sentence."""
 
+import csv
 import json
 import os
 import pickle
+import re
 import shutil
 import sys
 import zipfile
@@ -238,6 +240,27 @@ def test_the_report_of_runs_with_hostile_names_is_inert(trained, tmp_path, recwa
     assert "<script>" not in (tmp_path / "out" / "loss.svg").read_text()
     rows = (tmp_path / "out" / "tables.csv").read_text().splitlines()
     assert not [row for row in rows for cell in row.split(",") if cell.strip('"')[:1] in "=+@" and cell.strip('"')]
+
+
+@pytest.mark.long
+def test_the_results_of_a_study_with_hostile_names_are_inert(tmp_path):
+    (tmp_path / "recipe.toml").write_text(config(data={"source": str(tmp_path / "text.txt"), "options": {}}).to_toml())
+    (tmp_path / "text.txt").write_text("".join(f"line {n} of {n * n}\n" for n in range(600)))
+    hostile = ["=HYPERLINK(1)", "<script>alert(1)</script>", "\\input{x}$\\frac$", "[a](b)|c`d`\x1b[2J_e", "@SUM(1)"]
+    presets = ["vanilla", "huginn", "operloop", "hyperloop", "recirculation"]
+    variants = "".join(f"[variants.{json.dumps(n)}]\npreset = '{p}'\n" for n, p in zip(hostile, presets, strict=True))
+    head = f"title = {json.dumps(hostile[1] + hostile[2])}\nbase = 'recipe.toml'\ntokens = 384\nseeds = [0]\n"
+    (tmp_path / "study.toml").write_text(f"{head}matched = false\nreference = '{hostile[0]}'\n{variants}")
+    page = lo.study(tmp_path / "study.toml", tmp_path / "out", progress=False).read_text()
+    text = {kind: (tmp_path / "out" / f"results.{kind}").read_text() for kind in ("csv", "md", "tex")}
+    cells = [cell for row in csv.reader(text["csv"].splitlines()) for cell in row]
+    assert "'=HYPERLINK(1)" in cells and not [cell for cell in cells if cell[:1] in ("=", "+", "@")]
+    assert "<script>" not in page.replace("<script>(", "") and "<script>" not in text["md"].replace("\\<", "")
+    assert not re.search(r"(?<!\\)\[a\]|(?<!\\)\$", text["md"])
+    assert r"\input" not in text["tex"] and r"\frac" not in text["tex"]
+    assert "\x1b" not in page + "".join(text.values())
+    figures = [file.read_text() for file in (tmp_path / "out").glob("*.svg")]
+    assert figures and not [svg for svg in figures if "<script>" in svg]
 
 
 def test_a_message_does_not_steer_the_terminal(tmp_path):

@@ -91,11 +91,11 @@ def axes_of(
             axes.set_xlabel(xlabel or "training tokens")
             axes.tick_params(labelbottom=True)
     for axes, name in zip(grid, panels, strict=False):
-        axes.set_title(_literal(name))
+        axes.set_title(literal(name))
     return figure, grid[: len(panels)]
 
 
-def _literal(name: str) -> str:
+def literal(name: str) -> str:
     """A name as it is: in matplotlib dollars begin a formula, and what begins with an underscore has no legend."""
     name = clean(name).replace("$", "\\$")
     return f" {name}" if name.startswith("_") else name
@@ -113,7 +113,7 @@ def log_scale(axes: Axes, values: np.ndarray) -> None:
 def legend(figure: Figure, handles: Sequence[Line2D]) -> None:
     """Below the axes, where it hides nothing; the figure grows by its rows."""
     for handle in handles:
-        handle.set_label(_literal(str(handle.get_label())))
+        handle.set_label(literal(str(handle.get_label())))
     columns = int(min(len(handles), max(1, 400 // (42 + 5 * max(len(str(handle.get_label())) for handle in handles)))))
     figure.set_figheight(figure.get_figheight() + 0.2 * -(-len(handles) // columns))
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=9)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from ..reporting.plots import Picture, axes_of, legend, log_scale, smooth
+from ..reporting.plots import Picture, axes_of, legend, literal, log_scale, smooth
 from ..reporting.style import styles_of
 from ..rundir import Run
 from .measures import MEASURES, Comparison, Outcome, growth
@@ -112,7 +112,7 @@ def _difference(compared: Sequence[Comparison], reference: str, styles: Styles) 
         return None
     heights = [1.2 + 0.32 * len(values) for _, values in drawn]
     figure = Figure(figsize=(5.6, sum(heights)), layout="constrained")
-    figure.suptitle(f"Difference to {reference}", x=0.01, ha="left", fontsize=11, fontweight="bold")
+    figure.suptitle(f"Difference to {literal(reference)}", x=0.01, ha="left", fontsize=11, fontweight="bold")
     grid = figure.subplots(len(drawn), 1, squeeze=False, height_ratios=heights)
     for axes, (each, values) in zip(grid.flat, drawn, strict=True):
         axes.axvline(0, color=styles[reference]["color"], linewidth=1.2)
@@ -124,7 +124,7 @@ def _difference(compared: Sequence[Comparison], reference: str, styles: Styles) 
             axes.errorbar(
                 value.mean, row, xerr=value.half, color=style["color"], marker=style["marker"], markersize=5, capsize=3
             )
-        axes.set_yticks(range(len(values)), list(values))
+        axes.set_yticks(range(len(values)), [literal(name) for name in values])
         axes.set_ylim(len(values) - 0.5, -0.5)
         axes.grid(axis="y", visible=False)
         axes.xaxis.set_major_locator(MaxNLocator(6))
