@@ -4,14 +4,19 @@ An audit hook sees each file that is opened for writing, renamed or deleted, and
 is asked for. One warm process forks those that die and those that go on after them.
 """
 
+import json
+import mmap
+import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from support import config, losses
@@ -33,39 +38,93 @@ def export(folder: Path) -> None:
     lo.export(folder / "run")
 
 
+def evaluate(folder: Path) -> None:
+    lo.evaluate(folder / "run", tasks=["addition"], limit=3, quiet=True)
+
+
 def report(folder: Path) -> None:
     lo.report(folder / "run", out=folder / "report")
 
 
-def train_task(folder: Path) -> None:
+def study(folder: Path) -> None:
+    lo.study(folder / "study.toml", folder / "study", progress=False)
+
+
+def begin_with_a_run(folder: Path) -> None:
     lo.train(config(steps=3, valid_every=3), folder / "run", progress=False)
 
 
-STORIES: dict[str, Callable[[Path], None]] = {
-    "train": train,
-    "export": export,
-    "report": report,
+def begin_with_a_study(folder: Path) -> None:
+    (folder / "recipe.toml").write_text(config(checkpoint_every=2, keep_last=1).to_toml())
+    text = 'title = "t"\nbase = "recipe.toml"\ntokens = 384\nseeds = [0]\nreference = "a"\n'
+    (folder / "study.toml").write_text(text + '[variants.a]\npreset = "vanilla"\n[variants.b]\npreset = "huginn"\n')
+
+
+class Story(NamedTuple):
+    """What is killed and goes on."""
+
+    tell: Callable[[Path], None]
+    begin: Callable[[Path], None] | None = None
+    """What is there before."""
+    processes: int = 1
+
+
+STORIES = {
+    "train": Story(train),
+    "train on two processes": Story(train, processes=2),
+    "export": Story(export, begin_with_a_run),
+    "evaluate": Story(evaluate, begin_with_a_run),
+    "report": Story(report, begin_with_a_run),
+    "study": Story(study, begin_with_a_study),
 }
 
 
-def fork(story: Callable[[Path], None], folder: Path, die_before: int | None = None) -> int:
-    """Run a story in a child that dies before its file operation of that number; how it ended."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    done = 0
+class Death(NamedTuple):
+    """Which process dies, and before which of its file operations."""
+
+    rank: int
+    operation: int
+
+
+def run(tell: Callable[[Path], None], folder: Path, processes: int = 1, death: Death | None = None) -> int:
+    """Tell a story in forked processes, all of which are killed once one has died; how the first to end ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(processes):
+        places = {"RANK": rank, "WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        child = os.fork()
+        if not child:
+            os.environ.update({name: str(value) for name, value in places.items()})
+            tell_watched(tell, folder, death.operation if death and death.rank == rank else None)
+        children.append(child)
+    ended = 0
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        ended = ended or os.waitstatus_to_exitcode(status)
+        for other in children if ended else ():
+            # This is what torchrun does.
+            os.kill(other, signal.SIGKILL)
+    return ended
+
+
+def tell_watched(tell: Callable[[Path], None], folder: Path, die_before: int | None) -> None:
+    """Tell a story and end, or die before a file operation of this process or of a worker that it forks."""
+    # All workers count together.
+    done = memoryview(mmap.mmap(-1, 8)).cast("Q")
 
     def watch(event, arguments):
-        nonlocal done
         changes = event in CHANGES or (event == "open" and arguments[2] & WRITES)
         if changes and str(arguments[0]).startswith(str(folder)):
-            if done == die_before:
+            done[0] += 1
+            if done[0] - 1 == die_before:
                 os.kill(os.getpid(), signal.SIGKILL)
-            done += 1
 
     sys.addaudithook(watch)
     try:
-        story(folder)
+        tell(folder)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
@@ -73,39 +132,54 @@ def fork(story: Callable[[Path], None], folder: Path, die_before: int | None = N
 
 
 def outcome(folder: Path) -> tuple:
-    """What is to be the same: which files there are, and every loss to the last bit."""
+    """What is to be the same: which files there are, every loss to the last bit, and every result."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
-    return names, losses(folder / "run"), losses(folder / "run", "valid_loss"), losses(folder / "run", "tokens")
+    runs = [file.parent for file in sorted(folder.rglob("metrics.jsonl"))]
+    logged = [losses(run, key) for run in runs for key in ("loss", "valid_loss", "tokens")]
+    found = [json.loads(file.read_text()) for file in sorted(folder.rglob("eval/*.json"))]
+    return names, logged, [record["results"] for record in found]
 
 
 def matrix(name: str, root: Path, first: int, stride: int) -> int:
-    """Kill a story before every `stride`-th of its operations; how often."""
-    story, straight, start = STORIES[name], root / "straight", root / "start"
+    """Kill a story before every `stride`-th of its operations, of each process in turn; how often."""
+    (tell, begin, processes), straight, start = STORIES[name], root / "straight", root / "start"
     (root / "text.txt").write_text("".join(f"line {n} of {n * n}\n" for n in range(600)))
     start.mkdir()
-    if name != "train":
-        assert fork(train_task, start) == 0
+    assert begin is None or run(begin, start) == 0
     shutil.copytree(start, straight)
-    assert fork(story, straight) == 0
-    kills = 0
+    assert run(tell, straight, processes) == 0
+    expected = outcome(straight)
+    kills, alive = 0, set(range(processes))
     for operation in range(first, 10_000, stride):
-        folder = root / "killed"
-        shutil.copytree(start, folder)
-        ended = fork(story, folder, operation)
-        if ended != -signal.SIGKILL:
-            assert ended == 0
+        for rank in sorted(alive):
+            folder = root / "killed"
+            shutil.copytree(start, folder)
+            if run(tell, folder, processes, Death(rank, operation)) == 0:
+                alive.discard(rank)
+            else:
+                kills += 1
+                assert run(tell, folder, processes) == 0, f"{name} does not go on after {operation} of process {rank}"
+            found = outcome(folder)
+            assert found == expected, f"{name}, {operation} of {rank}: {set(found[0]) ^ set(expected[0])}"
+            shutil.rmtree(folder)
+        if not alive:
             break
-        kills += 1
-        assert fork(story, folder) == 0, f"{name} does not go on after operation {operation}"
-        found, expected = outcome(folder), outcome(straight)
-        assert found == expected, f"{name}, operation {operation}: {set(found[0]) ^ set(expected[0])}"
-        shutil.rmtree(folder)
     return kills
 
 
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize(("name", "first", "stride"), [("train", 3, 11), ("export", 0, 6), ("report", 1, 12)])
+@pytest.mark.parametrize(
+    ("name", "first", "stride"),
+    [
+        ("train", 3, 11),
+        ("train on two processes", 4, 17),
+        ("export", 0, 6),
+        ("evaluate", 1, 3),
+        ("report", 1, 12),
+        ("study", 5, 50),
+    ],
+)
 def test_killed_before_some_file_operations(tmp_path, name, first, stride):
     assert run_matrix(tmp_path, name, first, stride) >= 3
 
@@ -121,16 +195,21 @@ def run_matrix(folder, name, first, stride):
     # A process of its own, with one thread: a fork has only that which forks.
     command = [sys.executable, __file__, name, str(folder), str(first), str(stride)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=3000)
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 
 
 if __name__ == "__main__":
     # The warm process has imported what the stories need, and computed nothing: threads would not survive a fork.
+    import looptim.evaluation
     import looptim.hf
     import looptim.reporting.report
+    import looptim.studies
     import looptim.training.train
 
+    # A worker that is forked has the hook, which one that is spawned has not.
+    forking = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda kind: forking
     story, root, *numbers = sys.argv[1:]
     print(matrix(story, Path(root), *map(int, numbers)))
