@@ -25,13 +25,13 @@ overrides = st.lists(
 )
 
 
-def load(recipe: str, changes: list) -> None:
-    """A config that survives its own dump, or a ValueError."""
+def loads_or_says_why(recipe: str, changes: list) -> bool:
+    """Whether a recipe makes a config that survives its own dump, or is refused in one sentence."""
     try:
         config = lo.load_config(recipe, set=[f"{key}={value}" for key, value in changes])
-    except ValueError:
-        return
-    assert type(config).model_validate(config.model_dump()) == config
+    except ValueError as error:
+        return bool(str(error)) and "\n" not in str(error)
+    return type(config).model_validate(config.model_dump()) == config
 
 
 @st.composite
@@ -63,8 +63,8 @@ def models(draw) -> ModelConfig:
     )
 
 
-def check_model(config: ModelConfig, seed: int) -> None:
-    """Forward and backward are finite, no token sees a later one, and decoding with a cache gives the same."""
+def faults(config: ModelConfig, seed: int) -> list[str]:
+    """What is wrong with a model: values or gradients, a token that sees a later one, decoding with a cache."""
     model = lo.LoopedLM(config, seed=seed).double().eval()
     tokens = torch.randint(config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(seed))
 
@@ -74,20 +74,26 @@ def check_model(config: ModelConfig, seed: int) -> None:
         return run(tokens, **options)
 
     out = logits(model, tokens)
-    assert out.isfinite().all()
+    found = [] if out.isfinite().all() else ["a value is not finite"]
     changed = tokens.clone()
     changed[:, 5:] = (changed[:, 5:] + 1) % config.vocab_size
-    torch.testing.assert_close(logits(model, changed)[:, :5], out[:, :5], rtol=1e-9, atol=1e-9)
+    if not torch.allclose(logits(model, changed)[:, :5], out[:, :5], rtol=1e-9, atol=1e-9):
+        found.append("a token sees a later one")
     model.loss(tokens, tokens.roll(-1, 1)).loss.backward()
-    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    if not all(p.grad is None or p.grad.isfinite().all() for p in model.parameters()):
+        found.append("a gradient is not finite")
     if any(isinstance(module, Noise) for module in model.modules()):
         # A token drawn alone has other noise than the same token in its sequence.
-        return
+        return found
+    if config.window == 1:
+        # The caches of transformers do not hold a window of one token, and the model refuses them in a sentence.
+        return found
     wrapped = wrap(model)
     cache = DynamicCache(config=wrapped.config)
     with torch.no_grad():
         steps = [wrapped(tokens[:, i : i + 1], past_key_values=cache, use_cache=True).logits for i in range(9)]
-    torch.testing.assert_close(torch.cat(steps, 1), out, rtol=1e-6, atol=1e-6)
+    same = torch.allclose(torch.cat(steps, 1), out, rtol=1e-6, atol=1e-6)
+    return found if same else [*found, "decoding with a cache gives other logits"]
 
 
 quick = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -98,25 +104,25 @@ many = settings(quick, max_examples=1500, derandomize=False)
 @quick
 @given(st.sampled_from(["nano", "smoke", "study"]), overrides)
 def test_a_recipe_loads_or_is_refused_in_one_sentence(recipe, changes):
-    load(recipe, changes)
+    assert loads_or_says_why(recipe, changes)
 
 
 @pytest.mark.long
 @quick
 @given(models(), st.integers(0, 2**32))
 def test_a_small_model_is_finite_causal_and_decodes_what_it_computes(config, seed):
-    check_model(config, seed)
+    assert faults(config, seed) == []
 
 
 @pytest.mark.slow
 @many
 @given(st.sampled_from(sorted(shipped("recipes"))), overrides)
 def test_many_recipes_load_or_are_refused_in_one_sentence(recipe, changes):
-    load(recipe, changes)
+    assert loads_or_says_why(recipe, changes)
 
 
 @pytest.mark.slow
 @many
 @given(models(), st.integers(0, 2**32))
 def test_many_small_models_are_finite_causal_and_decode_what_they_compute(config, seed):
-    check_model(config, seed)
+    assert faults(config, seed) == []

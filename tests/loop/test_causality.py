@@ -165,6 +165,10 @@ PARTS = {
 }
 
 
+def test_at_least_twelve_different_leaks_are_tried():
+    assert len(PARTS) * len(LEAKS) >= 12 and len({*LEAKS.values(), *CUNNING}) >= 12
+
+
 @pytest.mark.parametrize("leak", LEAKS)
 @pytest.mark.parametrize("part", PARTS)
 def test_a_leak_is_refused_and_its_part_is_named(part, leak):

@@ -125,7 +125,9 @@ def test_how_processes_share_the_work_does_not_make_another_run(tmp_path):
     few = config(steps=3, valid_every=3)
     lo.train(few, tmp_path / "run", progress=False)
     shared = few.model_copy(update={"parallel": ParallelConfig(shard=1)})
-    lo.train(shared, tmp_path / "run", resume=True, progress=False)
+    before = losses(tmp_path / "run")
+    assert lo.train(shared, tmp_path / "run", resume=True, progress=False) == tmp_path / "run"
+    assert losses(tmp_path / "run") == before and list(before) == [1, 2, 3]
 
 
 # Of six experts two live on each of three processes; the loads are as uneven as can be.

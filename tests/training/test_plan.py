@@ -66,29 +66,31 @@ def planned(recipe: Config, processes, sizes):
             return rehearse(recipe, world, model)
 
 
-def agree(processes, keys, tmp_path, **train):
+def disagreements(processes, keys, tmp_path, **train):
+    """Where a plan differs from what processes do, activations by more than a tenth."""
     recipe = config(model={"experts": 8}, batch_size=2 * processes, micro_batch=1, **train)
     recipe = recipe.model_copy(update={"parallel": ParallelConfig(**keys)})
     (tmp_path / "recipe.toml").write_text(recipe.to_toml())
     real = measured(tmp_path / "recipe.toml", processes, tmp_path)
     fake = planned(recipe, processes, real["sizes"])
-    assert [[*c[:3], list(c.ranks)] for c in fake.collectives] == real["collectives"]
-    for part in ("parameters", "optimizer"):
-        assert fake.peak[part] == real["peak"][part] > 0
-    assert fake.peak["activations"] == pytest.approx(real["peak"]["activations"], rel=0.1)
-    assert fake.peak.total() == pytest.approx(sum(real["peak"].values()), rel=0.1)
+    planned_peak, peak = {**fake.peak, "all": fake.peak.total()}, {**real["peak"], "all": sum(real["peak"].values())}
+    assert min(peak["parameters"], peak["optimizer"]) > 0 and real["collectives"]
+    agreed = {part: planned_peak[part] == peak[part] for part in ("parameters", "optimizer")}
+    agreed |= {part: planned_peak[part] == pytest.approx(peak[part], rel=0.1) for part in ("activations", "all")}
+    agreed["collectives"] = [[*c[:3], list(c.ranks)] for c in fake.collectives] == real["collectives"]
+    return [part for part, same in agreed.items() if not same]
 
 
 @pytest.mark.long
 def test_a_plan_for_two_processes_agrees_with_what_they_do(tmp_path):
-    agree(2, {"expert": 2}, tmp_path)
+    assert disagreements(2, {"expert": 2}, tmp_path) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [{}, {"replicate": 2}, {"expert": 4}, {"replicate": 2, "expert": 2}], ids=str)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_plan_for_eight_processes_agrees_with_what_they_do(keys, recompute, tmp_path):
-    agree(8, keys, tmp_path, activation_checkpointing=recompute)
+    assert disagreements(8, keys, tmp_path, activation_checkpointing=recompute) == []
 
 
 @pytest.mark.long
