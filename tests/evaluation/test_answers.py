@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from looptim.evaluation.answers import Answers
+from looptim.evaluation.answers import Answers, remove_answers
 from looptim.rundir import Evaluation
 
 
@@ -35,7 +35,7 @@ def test_answers_of_other_settings_are_dropped_and_done_work_leaves_nothing(tmp_
     with Answers(Evaluation(tmp_path, "task"), {"limit": 3}) as other:
         assert other.known == {}
         assert other.path.read_bytes().count(b"\n") == 1
-    other.remove()
+    remove_answers(Evaluation(tmp_path, "task"))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -424,7 +424,7 @@ def test_every_number_of_a_table_is_where_it_belongs(file):
     values = [cell.strip().split(" ± ")[0] for cell in line.split("|")[6:-1]]
     bits = f"{2.2 / 4 / math.log(2):.4f}"
     assert values == ["**2.2000**", bits, "-0.9000", "3", "-0.3000", "60.0", "+40.0", "+40.0"]
-    assert "Held out: 3 documents, 100 tokens, 400 bytes, hash beef." in text
+    assert "Held out: 3 documents, 100 tokens, 400 bytes, hash beef." in " ".join(text.split())
     assert "to see 0.01 nats takes more than 999 seeds" in text
     assert "| <u>2.5000</u> ± 0.0000 |" in text and "| 3.1000 ±" in text
     steady = next(line for line in text.splitlines() if line.startswith("| operloop | 0 | 0.0"))

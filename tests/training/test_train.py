@@ -369,7 +369,7 @@ def test_a_weight_decay_that_is_forced_is_used(straight, tmp_path, monkeypatch):
     monkeypatch.setattr(
         training,
         "_loop",
-        lambda run, *_: decays.extend(group["weight_decay"] for group in run.optimizer.param_groups),
+        lambda run, *_, **__: decays.extend(group["weight_decay"] for group in run.optimizer.param_groups),
     )
     lo.train(config(optim={"weight_decay": 0.7}, steps=13), run, resume=True, force=True, progress=False)
     assert set(decays) == {0.0, 0.7}

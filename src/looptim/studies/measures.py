@@ -159,6 +159,8 @@ def outcomes(plan: Plan, runs: Path, *, seen: Mapping[str, str] | None = None) -
             run = _read(cell, runs)
             data = run.environment["data"]
             answers = _answers(cell, runs)
+            right = None if answers is None else answers["results"]["exact_match,none"]
+            hops = answers["loops"] if answers is not None and task_of(cell.config) == "deref" else None
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"the run {runs / cell.name} is damaged ({error}); delete it, and the same command trains it again"
@@ -172,10 +174,10 @@ def outcomes(plan: Plan, runs: Path, *, seen: Mapping[str, str] | None = None) -
         outcome.loss[cell.seed] = loss
         if is_fresh(cell, data):
             outcome.training_loss[cell.seed] = training_loss(run, cell.config.train.steps)
-        if answers is not None:
-            outcome.exact_match[cell.seed] = answers["results"]["exact_match,none"]
-            if task_of(cell.config) == "deref":
-                outcome.hops[cell.seed] = answers["loops"]
+        if right is not None:
+            outcome.exact_match[cell.seed] = right
+        if hops is not None:
+            outcome.hops[cell.seed] = hops
     if len(seen) > 1:
         raise ValueError(
             f"{' and '.join(list(seen.values())[:2])} in {runs} see different data, so they cannot be compared; "
