@@ -56,6 +56,7 @@ def submits(folder, *extra):
     return run(*arguments, env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}, timeout=200)
 
 
+@pytest.mark.slow
 def test_an_array_and_a_job_after_it_make_the_study(study):
     done = submits(study, "--sbatch=--partition=gpu", "--jobs", "3")
     assert done.returncode == 0, done.stderr
