@@ -25,6 +25,7 @@ def test_help_answers_fast_because_torch_is_not_imported():
     assert subprocess.run([sys.executable, "-c", probe]).returncode == 0
 
 
+@pytest.mark.long
 def test_zoo_prints_every_preset_with_its_verdict():
     done = run("zoo")
     assert done.returncode == 0
@@ -34,6 +35,7 @@ def test_zoo_prints_every_preset_with_its_verdict():
     assert re.search(r"H_in Y +Λ +η_l +H_in +½‖t − o‖² +yes +0\.00", rows["operloop"])
 
 
+@pytest.mark.long
 def test_zoo_speaks_json_and_markdown():
     rows = {row["name"]: row for row in json.loads(run("zoo", "--json").stdout)}
     assert rows["parcae"]["aligned"] is False
@@ -44,6 +46,7 @@ def test_zoo_speaks_json_and_markdown():
     assert len({line.count("|") for line in lines}) == 1
 
 
+@pytest.mark.long
 def test_bench_measures_in_a_recipe_of_mine():
     small = ["--set", "train.batch_size=1", "--set", "train.seq_len=16"]
     done = run("bench", "operloop", "--recipe", RECIPES / "nano.toml", *small, "--repeats", "1", "--json")
@@ -51,6 +54,7 @@ def test_bench_measures_in_a_recipe_of_mine():
     assert run("bench", *small).stderr.startswith("looptim: --set changes a recipe; give --recipe too")
 
 
+@pytest.mark.long
 def test_diagnose_gives_the_verdict():
     assert (
         "hyperloop: mismatch; it reads through H_pre but writes through H_post" in run("diagnose", "hyperloop").stdout
@@ -60,6 +64,7 @@ def test_diagnose_gives_the_verdict():
     assert answer["sentence"] == "operloop: aligned; it reads and writes through H_in."
 
 
+@pytest.mark.long
 def test_count_prints_components_conventions_and_ratios():
     loop, baseline = (str(RECIPES / "paper" / "18" / name) for name in ("loop6-operloop.toml", "baseline.toml"))
     text = run("count", loop, "--against", baseline, "--set", "data.mask_attention=true").stdout
@@ -71,6 +76,7 @@ def test_count_prints_components_conventions_and_ratios():
     assert answer["ratios"] is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -104,6 +110,7 @@ main()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "moment", ["typer", "looptim.cli", "torch", "torch._C", "numpy", "looptim.model.count", "nano.toml"]
 )
@@ -113,12 +120,14 @@ def test_ctrl_c_within_the_first_second_is_one_line(moment):
     assert (done.returncode, done.stderr) == (130, "looptim: stopped\n")
 
 
+@pytest.mark.long
 def test_a_model_that_does_not_fit_the_memory_is_one_line(tmp_path):
     done = run("train", "smoke", "--out", str(tmp_path / "run"), "--no-export", "--set", "model.vocab_size=8000000000")
     assert done.returncode == 2 and done.stderr.startswith("looptim: the memory does not suffice; ")
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_a_closed_pipe_is_no_traceback():
     done = subprocess.run(f"{LOOPTIM} zoo --json | head -1", shell=True, capture_output=True, text=True)
     assert done.stdout == "[\n"
@@ -133,6 +142,7 @@ def test_recipes_lists_what_other_verbs_take():
     assert "paper/18/loop3-operloop" in run("recipes").stdout
 
 
+@pytest.mark.long
 def test_a_shipped_name_is_enough_in_any_folder(tmp_path):
     assert run("count", "nano", cwd=tmp_path).stdout.startswith("nano: 1-2x3-1 operloop")
     done = run("count", "recipes/nanoo.toml", cwd=tmp_path)

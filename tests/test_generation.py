@@ -15,6 +15,8 @@ from looptim.data import TASKS, Tokenizer, evaluate_exact_match
 from looptim.generation import complete
 from looptim.loading import wrap
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):

@@ -71,6 +71,7 @@ def test_the_root_has_few_modules():
     assert len(list(SOURCE.glob("*.py"))) <= 9
 
 
+@pytest.mark.long
 def test_packages_are_modules_in_a_fresh_process_and_no_verb_hides_one():
     names = sorted(path.parent.name for path in SOURCE.glob("*/__init__.py"))
     names += sorted(path.stem for path in SOURCE.glob("*.py") if not path.stem.startswith("__"))

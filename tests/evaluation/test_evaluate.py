@@ -62,6 +62,7 @@ print(json.dumps(ours))
 )
 
 
+@pytest.mark.long
 def test_numbers_are_those_of_lm_eval_on_the_exported_folder(run, few, python):
     done = python(few, AGAINST_STOCK, run, 1, "arc_easy,lambada_openai,gsm8k")
     assert done.returncode == 0, done.stderr[-2000:]

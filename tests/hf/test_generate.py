@@ -28,6 +28,7 @@ def decode(model, input_ids, chunks, cache, attention_mask=None):
 CHUNKS = [3, 4, 7, *[1] * 6]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("preset", list(lo.PRESETS))
 @torch.no_grad()
@@ -40,6 +41,7 @@ def test_cached_decoding_equals_the_full_forward(preset, attention):
     torch.testing.assert_close(cached, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("preset", list(lo.PRESETS))
 @torch.no_grad()
 def test_left_padding_changes_nothing(preset):
@@ -169,6 +171,7 @@ def test_continuous_batching_equals_single_prompts():
         assert generated[tuple(prompt)] == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("assistant_loops", [1, 2])
 @pytest.mark.parametrize("loop", [SHARED, {"preset": "huginn"}, {"preset": "parcae"}], ids=lambda loop: loop["preset"])
 def test_fewer_loops_as_the_assistant_give_exactly_the_greedy_tokens(loop, assistant_loops):

@@ -69,6 +69,7 @@ def test_one_vanilla_loop_is_the_base_to_the_last_bit(name):
     assert {id(p) for p in model.parameters()} == {id(p) for p in looped.parameters()}
 
 
+@pytest.mark.long
 @every_architecture
 @pytest.mark.parametrize("preset", PRESETS)
 @torch.no_grad()
@@ -88,6 +89,7 @@ def test_cached_generation_equals_the_uncached_one(name, preset):
         assert torch.equal(model.generate(tokens(), cache_implementation="static", **options), expected)
 
 
+@pytest.mark.long
 @every_architecture
 def test_every_parameter_has_a_gradient_and_recomputation_changes_none(name):
     model = lo.loop_model(base(name), "1-2x3-1", "operloop").train()
@@ -102,6 +104,7 @@ def test_every_parameter_has_a_gradient_and_recomputation_changes_none(name):
         assert_same(weight.grad, gradients[key])
 
 
+@pytest.mark.long
 @every_architecture
 @torch.no_grad()
 def test_a_saved_folder_loads(name, tmp_path):
@@ -121,6 +124,7 @@ def test_a_saved_folder_loads(name, tmp_path):
     assert_same(body(tokens()).last_hidden_state, again.model(tokens()).last_hidden_state)
 
 
+@pytest.mark.long
 @every_architecture
 def test_lora_merges(name):
     model = lo.loop_model(base(name), "1-2x3-1", "operloop")

@@ -26,6 +26,7 @@ def distance(looped, base):
     return (theirs.exp() * (theirs - ours)).sum(-1).mean().item()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loops", [2, 3])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_start_near_the_base_is_nearer_than_the_published_one(preset, loops, base):

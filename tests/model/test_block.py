@@ -100,6 +100,7 @@ def test_one_compilation_for_all_slots_and_visits(visits, as_visit):
     assert counter.frame_count == 1
 
 
+@pytest.mark.long
 def test_inductor_equals_eager():
     torch._dynamo.reset()
     block, (x, rope) = make_block(), inputs()

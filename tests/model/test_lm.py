@@ -39,6 +39,7 @@ def tokens(batch=2, length=13, seed=0):
     return torch.randint(SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [
@@ -180,6 +181,7 @@ def packed_batch():
     return batch[:, :-1], batch[:, 1:], ids
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("preset", ["vanilla", "operloop", "hyperloop"])
 @pytest.mark.parametrize("pattern", ["S", "F", "SF"])
 def test_documents_that_share_a_sequence_are_as_if_each_were_alone(preset, pattern):
@@ -219,6 +221,7 @@ def test_without_gradients_the_head_multiplies_once():
     assert counter.get_total_flops() == 2 * 5 * head.weight.numel()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("balance", ["pooled", "per_visit"])
 def test_updating_the_router_bias_balances_the_model(balance):
     model = LoopedLM(config(balance=balance), seed=0)
@@ -290,6 +293,7 @@ def test_observe_sees_every_unrolled_layer():
     assert len(seen) == len(Layout.of(model.config).layers) == 9
 
 
+@pytest.mark.long
 def test_compiled_blocks_give_the_same_logits_and_are_compiled_once_for_all_loops():
     model = scramble(LoopedLM(config(), seed=0)).eval()
     expected = model(tokens())
@@ -304,6 +308,7 @@ def test_compiled_blocks_give_the_same_logits_and_are_compiled_once_for_all_loop
     assert once <= 4
 
 
+@pytest.mark.long
 def test_compiled_blocks_keep_documents_apart_and_are_not_compiled_anew_for_others():
     plain, model = (scramble(LoopedLM(config(), seed=0)) for _ in range(2))
     torch._dynamo.reset()

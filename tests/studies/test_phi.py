@@ -38,6 +38,7 @@ def test_planted_exponents_are_found_exactly_without_noise():
     assert found.r2 > 0.99999 > max(found.r2_at.values())
 
 
+@pytest.mark.long
 def test_a_planted_exponent_is_in_its_interval():
     points = planted(0.003)
     fitted = fit(points, restarts=20)
@@ -117,6 +118,7 @@ def plan_and_runs(losses):
     return Plan("phi", study, cells, {}, {}), found
 
 
+@pytest.mark.long
 def test_a_study_becomes_points_a_fit_and_a_table(tmp_path):
     plan, found = plan_and_runs([5.0, 4.5, 4.6, 4.2, 5.2, 4.7, 4.8, 4.4])
     points = points_of(plan, found)

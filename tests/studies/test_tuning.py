@@ -82,6 +82,7 @@ def held_out_documents(data: DataConfig):
     return {each.digest for each in documents if held_out(each, data.valid_fraction, data.valid_fold) == "valid"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

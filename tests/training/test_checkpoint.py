@@ -97,6 +97,7 @@ def test_a_flip_of_any_bit_of_any_file_is_noticed(copy):
     checkpoint.load(newest, model, optimizer, ALONE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["XXH128SUMS", "index.json", "model-00000.safetensors"])
 def test_the_checkpoint_before_a_damaged_one_is_used_after_saying_so(trained, copy, capsys, name):
     file = RunDir(copy).latest() / name

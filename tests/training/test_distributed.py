@@ -16,6 +16,8 @@ import looptim as lo
 from looptim.training import mesh
 from looptim.training.distributed import World
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def twenty_steps(tmp_path_factory):

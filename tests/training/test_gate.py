@@ -62,6 +62,7 @@ def long_only(width, steps):
     return loop_of(width, steps, projection=PeekingFar())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("preset", lo.PRESETS)
 def test_every_shipped_preset_is_trained(preset):
     if preset != "none":

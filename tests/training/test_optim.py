@@ -310,6 +310,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(round_trip):
         assert torch.equal(p, q)
 
 
+@pytest.mark.long
 def test_it_learns():
     model_ = model()
     optimizer = MuonAdamW(parameter_groups(model_, lr=1e-2))

@@ -27,6 +27,8 @@ from looptim.model.lm import LoopedLM
 from looptim.training.optim import MuonAdamW, clip_gradients, parameter_groups
 from looptim.training.optim.muon import orthogonalize
 
+pytestmark = pytest.mark.long
+
 WORLD = 2
 STEPS = 5
 LR = 5e-3

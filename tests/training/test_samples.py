@@ -12,6 +12,7 @@ def samples(folder):
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_samples_are_written_at_validations_and_change_no_loss(tmp_path):
     with_text = lo.train(config(sample="12+34="), tmp_path / "with", progress=False)
     without = lo.train(config(), tmp_path / "without", progress=False)
@@ -24,6 +25,7 @@ def test_samples_are_written_at_validations_and_change_no_loss(tmp_path):
     assert all(len(line["text"]) <= 26 for line in written)
 
 
+@pytest.mark.long
 def test_a_resumed_run_writes_what_it_would_have_written(tmp_path):
     whole = lo.train(config(sample="1+"), tmp_path / "whole", progress=False)
     cut = lo.train(config(sample="1+", steps=6), tmp_path / "cut", progress=False)

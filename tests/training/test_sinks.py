@@ -36,6 +36,7 @@ print(SQLiteStorage.get_run_config("looptim", name)["model"])
 """
 
 
+@pytest.mark.long
 def test_trackio_logs_offline_and_a_resumed_run_continues(tmp_path, monkeypatch):
     pytest.importorskip("trackio")
     # trackio reads its folder at import, hence another process.

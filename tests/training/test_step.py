@@ -55,6 +55,7 @@ def one_by_one(run, split, step):
     return total, counted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("micro_batch", [None, 3])
 @pytest.mark.parametrize("mask_boundaries", [False, True])
 @pytest.mark.parametrize("preset", ["vanilla", "operloop", "hyperloop"])

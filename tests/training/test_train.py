@@ -108,6 +108,7 @@ lo.train(lo.load_config(sys.argv[1]), sys.argv[2], resume=True, progress=False)
 """
 
 
+@pytest.mark.long
 def test_killed_at_random_moments_it_ends_with_the_same_losses_bit_for_bit(straight, tmp_path):
     run, recipe, chance = tmp_path / "killed", tmp_path / "recipe.toml", random.Random(0)
     recipe.write_text(config().to_toml())
@@ -151,6 +152,7 @@ def test_interrupted_inside_a_checkpoints_write_the_one_before_is_used(straight,
     assert losses(run) == losses(straight)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("numbers", "last"),
     [
@@ -178,6 +180,7 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume_from(straight, tmp_path, monkeypat
     assert losses(tmp_path / "run") == losses(straight)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loops", [{}, {"scheme": "huginn", "mean": 3.0}])
 def test_what_is_random_in_the_forward_resumes_bit_for_bit(tmp_path, loops):
     noisy = {"model": {"loop": {"preset": "huginn"}}, "loops": loops, "valid_every": 6}

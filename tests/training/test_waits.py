@@ -77,6 +77,7 @@ def without_values(recipe, world, mesh=None):
     return TrainingState(recipe, RunDir("none"), world, Zeros(), model, optimizer)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RECIPES)
 def test_an_update_reads_nothing(name, monkeypatch):
     recipe, sample = RECIPES[name], steps.sample_loops
