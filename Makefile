@@ -11,7 +11,7 @@ demo: .venv/.installed
 
 # What a change breaks first, in under 90 seconds: no test that starts processes or trains for long.
 quick: .venv/.installed
-	@$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m "not slow and not long" --durations=0
+	@$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m "not slow and not long"
 
 test: check
 	@echo "== tests (a part of them in 90 seconds: make quick; the slow ones: make slow)"

@@ -177,6 +177,7 @@ def test_other_numbers_are_another_version():
         assert curves[preset]["valid_loss"][-1] == pytest.approx(loss, rel=PINNED_TOLERANCE), preset
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("preset", ["operloop", "hyperloop", "operloop_muon"])
 def test_the_fused_form_follows_the_golden_curve(preset, tmp_path):
     got = run_case(preset, tmp_path, changes=("loop.fused=true", "train.steps=9", "optim.warmup=4"))

@@ -22,6 +22,8 @@ from looptim.data import Tokenizer
 from looptim.rundir import RunDir
 from looptim.studies import archive
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
@@ -172,7 +174,6 @@ def test_an_archive_has_files_of_runs_only(tmp_path, name):
         archive._read(tmp_path / "runs.zip")
 
 
-@pytest.mark.long
 def test_an_archive_that_would_fill_the_memory_is_not_unpacked(tmp_path):
     with zipfile.ZipFile(tmp_path / "runs.zip", "w", zipfile.ZIP_DEFLATED) as zipped:
         for index in range(20):
@@ -227,7 +228,6 @@ def test_an_evaluation_that_is_none_is_a_sentence(trained, tmp_path):
 NAMES = ("=HYPERLINK(1)", "<script>alert(1)</script>", "$\\frac$", "_hidden", "\\input{x}", "a\x1b[2J`b`", "[a](b)|c")
 
 
-@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="such names cannot be")
 def test_the_report_of_runs_with_hostile_names_is_inert(trained, tmp_path, recwarn):
     folders = [Path(shutil.copytree(trained, tmp_path / name.replace("/", "⁄"))) for name in NAMES]
@@ -244,7 +244,6 @@ def test_the_report_of_runs_with_hostile_names_is_inert(trained, tmp_path, recwa
     assert not [row for row in rows for cell in row.split(",") if cell.strip('"')[:1] in "=+@" and cell.strip('"')]
 
 
-@pytest.mark.long
 def test_the_results_of_a_study_with_hostile_names_are_inert(tmp_path):
     (tmp_path / "recipe.toml").write_text(config(data={"source": str(tmp_path / "text.txt"), "options": {}}).to_toml())
     (tmp_path / "text.txt").write_text("".join(f"line {n} of {n * n}\n" for n in range(600)))
@@ -265,14 +264,12 @@ def test_the_results_of_a_study_with_hostile_names_are_inert(tmp_path):
     assert figures and not [svg for svg in figures if "<script>" in svg]
 
 
-@pytest.mark.long
 def test_a_message_does_not_steer_the_terminal(tmp_path):
     done = run("generate", "a\x1b[2J\nb", "x", cwd=tmp_path)
     assert done.returncode == 2
     assert "\x1b" not in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.long
 def test_a_study_of_a_stranger_is_read_and_not_executed(tmp_path):
     (tmp_path / "study.toml").write_text("x = " + "[" * 50_000)
     (tmp_path / "recipe.toml").write_text("x = " + "[" * 50_000)
@@ -342,7 +339,6 @@ def test_the_report_of_a_run_that_names_code_is_made_without_it(naming):
     assert not Path("executed").exists()
 
 
-@pytest.mark.long
 def test_code_that_a_file_names_is_executed_where_the_user_allows_it(naming):
     generating = ["generate", "run", "1+", "--max-new-tokens", "2"]
     refused = run(*generating)

@@ -15,6 +15,8 @@ pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'looptim[eval]
 from looptim.evaluation import evaluate
 from looptim.hf.export import export
 
+pytestmark = pytest.mark.long
+
 COMMON = """
 import json, sys
 from pathlib import Path
@@ -62,7 +64,6 @@ print(json.dumps(ours))
 )
 
 
-@pytest.mark.long
 def test_numbers_are_those_of_lm_eval_on_the_exported_folder(run, few, python):
     done = python(few, AGAINST_STOCK, run, 1, "arc_easy,lambada_openai,gsm8k")
     assert done.returncode == 0, done.stderr[-2000:]
@@ -92,7 +93,6 @@ except ValueError as error:
 """
 
 
-@pytest.mark.long
 def test_offline_it_says_at_once_what_is_missing(run, tmp_path, python):
     start = time.monotonic()
     done = python(tmp_path / "nothing", OFFLINE, run)
@@ -334,7 +334,6 @@ def _same(mine, theirs) -> None:
         assert mine == theirs
 
 
-@pytest.mark.long
 def test_the_command_prints_what_it_found_and_where_it_lies(run):
     command = [sys.executable, "-m", "looptim", "evaluate", str(run), "--tasks", "addition", "--limit", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -17,6 +17,8 @@ from looptim.evaluation.answers import Answers
 from looptim.loading import wrap
 from looptim.rundir import Evaluation
 
+pytestmark = pytest.mark.long
+
 PRESETS = ("none", "vanilla", "hyperloop", "operloop")
 TEXTS = [
     ("The sky", " is blue"),

@@ -15,7 +15,10 @@ import pytest
 
 from looptim.evaluation.sandbox import CodeEval, Limits, check_isolation, confine, run, run_program, syscalls, wire
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="limits of a process are POSIX")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(os.name != "posix", reason="limits of a process are POSIX"),
+]
 SHORT = Limits(seconds=1.0, memory=512 << 20, file_size=1000)
 LINUX = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() not in syscalls.ARCHITECTURES,
@@ -51,7 +54,6 @@ def test_a_program_runs_as_in_code_eval():
     assert run_program("if __name__ == '__main__': raise ValueError", SHORT).passed
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("program", "test"),
     [
@@ -161,7 +163,6 @@ KINDS = {
 """What must be among the attacks; kinds of sockets and of bombs are programs of their own."""
 
 
-@pytest.mark.long
 @LINUX
 @pytest.mark.parametrize("user", ["oneself", "an ordinary user"])
 def test_hostile_programs_reach_nothing(user):

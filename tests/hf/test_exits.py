@@ -12,6 +12,8 @@ import looptim as lo
 from looptim.hf import LoopedForCausalLM
 from looptim.loop.depth import Exit, PerToken
 
+pytestmark = pytest.mark.long
+
 GREEDY = {"do_sample": False, "max_new_tokens": 14, "pad_token_id": 0}
 CHUNKS = [3, 4, 7, *[1] * 6]
 CACHING = sorted(lo.PRESETS.keys() - {"none"})
@@ -47,7 +49,6 @@ def assert_close(a, b):
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("preset", CACHING)
 @torch.no_grad()

@@ -9,6 +9,8 @@ from transformers.generation import ContinuousBatchingConfig
 import looptim as lo
 from looptim.hf import LoopedForCausalLM
 
+pytestmark = pytest.mark.long
+
 GREEDY = {"do_sample": False, "max_new_tokens": 14, "pad_token_id": 0}
 
 
@@ -28,7 +30,6 @@ def decode(model, input_ids, chunks, cache, attention_mask=None):
 CHUNKS = [3, 4, 7, *[1] * 6]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("preset", list(lo.PRESETS))
 @torch.no_grad()
@@ -41,7 +42,6 @@ def test_cached_decoding_equals_the_full_forward(preset, attention):
     torch.testing.assert_close(cached, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("preset", list(lo.PRESETS))
 @torch.no_grad()
 def test_left_padding_changes_nothing(preset):
@@ -171,7 +171,6 @@ def test_continuous_batching_equals_single_prompts():
         assert generated[tuple(prompt)] == expected
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("assistant_loops", [1, 2])
 @pytest.mark.parametrize("loop", [SHARED, {"preset": "huginn"}, {"preset": "parcae"}], ids=lambda loop: loop["preset"])
 def test_fewer_loops_as_the_assistant_give_exactly_the_greedy_tokens(loop, assistant_loops):
@@ -264,7 +263,6 @@ def test_generation_leaves_the_training_path_alone():
     assert torch.equal(model(tokens()), before)
 
 
-@pytest.mark.long
 def test_a_decode_step_with_a_static_cache_compiles_whole():
     model = LoopedForCausalLM.from_looped(lo.LoopedLM(lo.ModelConfig.tiny(layout="1-2x3-1"), seed=0)).eval()
     ids = torch.randint(257, (2, 17))

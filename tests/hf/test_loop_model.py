@@ -16,6 +16,8 @@ import looptim as lo
 from looptim.hf.decoder import LoopedDecoderConfig
 from looptim.hf.loop_model import loop_folder
 
+pytestmark = pytest.mark.long
+
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
 SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -69,7 +71,6 @@ def test_one_vanilla_loop_is_the_base_to_the_last_bit(name):
     assert {id(p) for p in model.parameters()} == {id(p) for p in looped.parameters()}
 
 
-@pytest.mark.long
 @every_architecture
 @pytest.mark.parametrize("preset", PRESETS)
 @torch.no_grad()
@@ -89,7 +90,6 @@ def test_cached_generation_equals_the_uncached_one(name, preset):
         assert torch.equal(model.generate(tokens(), cache_implementation="static", **options), expected)
 
 
-@pytest.mark.long
 @every_architecture
 def test_every_parameter_has_a_gradient_and_recomputation_changes_none(name):
     model = lo.loop_model(base(name), "1-2x3-1", "operloop").train()
@@ -104,7 +104,6 @@ def test_every_parameter_has_a_gradient_and_recomputation_changes_none(name):
         assert_same(weight.grad, gradients[key])
 
 
-@pytest.mark.long
 @every_architecture
 @torch.no_grad()
 def test_a_saved_folder_loads(name, tmp_path):
@@ -124,7 +123,6 @@ def test_a_saved_folder_loads(name, tmp_path):
     assert_same(body(tokens()).last_hidden_state, again.model(tokens()).last_hidden_state)
 
 
-@pytest.mark.long
 @every_architecture
 def test_lora_merges(name):
     model = lo.loop_model(base(name), "1-2x3-1", "operloop")
@@ -213,7 +211,6 @@ def test_continuous_batching_is_generate():
         assert answer.generated_tokens == alone[0, len(prompt) :].tolist()
 
 
-@pytest.mark.long
 @torch.no_grad()
 def test_a_compiled_forward_is_the_eager_one():
     model = lo.loop_model(base(), "1-2x3-1", "operloop")
@@ -222,7 +219,6 @@ def test_a_compiled_forward_is_the_eager_one():
     assert_same(compiled(tokens(), use_cache=False).logits, expected)
 
 
-@pytest.mark.long
 def test_trainer_trains_it(tmp_path):
     model = lo.loop_model(base(), "1-2x2-1", "operloop")
     rows = [{"input_ids": row, "labels": row} for row in tokens(8)]
@@ -310,7 +306,6 @@ def test_other_architectures_are_refused_in_a_sentence(kind, sizes, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.long
 def test_the_command_line_loops_a_folder(tmp_path):
     base().save_pretrained(tmp_path / "base")
     out = tmp_path / "looped"

@@ -14,6 +14,8 @@ from looptim.studies.measures import Outcome
 from looptim.studies.spec import load_plan
 from looptim.studies.tuning import choose, combinations, plan_trials, trial_name
 
+pytestmark = pytest.mark.long
+
 STUDY = """
 title = "Two"
 base = "smoke"
@@ -56,7 +58,6 @@ def test_every_variant_has_as_many_trials_with_its_own_values(file):
     assert made.tokens < plan.tokens
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "name", sorted(name for name, path in shipped("studies").items() if "[tune]" in path.read_text())
 )
@@ -82,7 +83,6 @@ def held_out_documents(data: DataConfig):
     return {each.digest for each in documents if held_out(each, data.valid_fraction, data.valid_fold) == "valid"}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -125,7 +125,6 @@ def test_the_best_trial_is_chosen_one_that_diverged_is_not_and_an_edge_is_said(f
     assert list(choose(plan.study, unfinished)) == ["vanilla"]
 
 
-@pytest.mark.long
 def test_a_tuned_study_reports_what_its_trials_chose_and_is_read_again_from_its_archives(file):
     out = file.parent / "out"
     lo.study(file, out, progress=False)

@@ -13,6 +13,8 @@ from looptim.loop.registry import NUMERICS, code_of
 from looptim.studies.spec import Cell, load_plan
 from looptim.training.gate import check_transition
 
+pytestmark = pytest.mark.long
+
 
 class Peeking(lo.Projection):
     """`o = y + e` of the next token: a leak that diagnose and check_gradient once found aligned and exact."""
@@ -62,7 +64,6 @@ def long_only(width, steps):
     return loop_of(width, steps, projection=PeekingFar())
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("preset", lo.PRESETS)
 def test_every_shipped_preset_is_trained(preset):
     if preset != "none":
@@ -127,7 +128,6 @@ def test_a_study_refuses_a_leak(presets, tmp_path):
     assert load_plan(tmp_path / "study.toml").config("b").model.loop.noncausal
 
 
-@pytest.mark.long
 def test_what_is_meant_to_see_the_future_says_so_everywhere(presets, tmp_path):
     given = config(model={"loop": {"preset": "peeking", "noncausal": True}}, steps=3)
     lo.train(given, tmp_path / "run", progress=False)
@@ -142,7 +142,6 @@ def test_an_unmarked_recipe_has_the_name_it_had():
     assert "noncausal" not in config().model_dump(exclude_defaults=True)["model"]["loop"]
 
 
-@pytest.mark.long
 def test_a_run_is_not_resumed_by_other_code_and_says_so_when_it_is_opened(presets, tmp_path, monkeypatch, capsys):
     given = config(model={"loop": {"preset": "honest"}}, steps=3)
     monkeypatch.setitem(lo.PRESETS, "honest", lambda width, steps: loop_of(width, steps))

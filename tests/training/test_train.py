@@ -27,6 +27,8 @@ from looptim.training.metrics import environment
 from looptim.training.optim import MuonAdamW, learning_rate
 from looptim.training.step import _mix, sample_loops
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
@@ -108,7 +110,6 @@ lo.train(lo.load_config(sys.argv[1]), sys.argv[2], resume=True, progress=False)
 """
 
 
-@pytest.mark.long
 def test_killed_at_random_moments_it_ends_with_the_same_losses_bit_for_bit(straight, tmp_path):
     run, recipe, chance = tmp_path / "killed", tmp_path / "recipe.toml", random.Random(0)
     recipe.write_text(config().to_toml())
@@ -152,7 +153,6 @@ def test_interrupted_inside_a_checkpoints_write_the_one_before_is_used(straight,
     assert losses(run) == losses(straight)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("numbers", "last"),
     [
@@ -180,7 +180,6 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume_from(straight, tmp_path, monkeypat
     assert losses(tmp_path / "run") == losses(straight)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("loops", [{}, {"scheme": "huginn", "mean": 3.0}])
 def test_what_is_random_in_the_forward_resumes_bit_for_bit(tmp_path, loops):
     noisy = {"model": {"loop": {"preset": "huginn"}}, "loops": loops, "valid_every": 6}
