@@ -1,4 +1,4 @@
-"""The verbs that say what there is: transitions, recipes, keys."""
+"""The verbs that list what looptim has: transitions, recipes, recipe keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def zoo(
     width: Width = 64,
     steps: Steps = 3,
 ) -> None:
-    """Print every transition as an optimizer: the paper's comparison table, from the code, with the measured gap."""
+    """List every transition as an optimizer. This is the paper's comparison table, generated from the code."""
     if json and markdown:
         raise ValueError("--json and --markdown exclude each other; give one")
     from ..loop import table
@@ -38,12 +38,14 @@ def zoo(
 
 
 def diagnose(
-    name: Annotated[str, typer.Argument(metavar="PRESET", help="A transition's name, as `looptim zoo` lists them.")],
+    name: Annotated[
+        str, typer.Argument(metavar="PRESET", help="A transition listed by `looptim zoo`, or file.py:function.")
+    ],
     json: Json = False,
     width: Width = 64,
     steps: Steps = 3,
 ) -> None:
-    """Say whether a transition writes through the map it reads with, and what to do if it does not."""
+    """Check whether a transition reads and writes the same map. If it does not, say how to fix it."""
     import dataclasses
 
     import looptim
@@ -58,7 +60,7 @@ def diagnose(
 
 
 def recipes(json: Json = False) -> None:
-    """List the recipes and studies that come with looptim, by the names that other verbs take."""
+    """List the recipes and studies that ship with looptim."""
     from ..recipe import shipped, summary
 
     kinds = {"recipes": "recipe", "studies": "study"}
@@ -72,13 +74,13 @@ def recipes(json: Json = False) -> None:
 def config(
     recipe: Annotated[
         str | None,
-        typer.Argument(metavar="RECIPE", help="Print its values beside the defaults.", autocompletion=complete_recipe),
+        typer.Argument(metavar="RECIPE", help="Also show the values this recipe sets.", autocompletion=complete_recipe),
     ] = None,
     set: Set = None,
     json: Json = False,
     markdown: Markdown = False,
 ) -> None:
-    """List every key of a recipe with its type, default and meaning, and with the value a recipe gives it."""
+    """List every recipe key with its type, default and meaning."""
     from ..recipe import keys, load_config, values_of
 
     if json and markdown:

@@ -1,4 +1,4 @@
-"""The verbs that say what something costs before anything is trained."""
+"""The verbs that estimate or measure cost before anything is trained."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from .options import Json, Recipe, Set
 
 def count(
     recipe: Recipe,
-    against: Annotated[str | None, typer.Option(metavar="RECIPE", help="Print ratios to another recipe.")] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="RECIPE", help="Compare with this recipe and print the ratios.")
+    ] = None,
     set: Set = None,
-    seq_len: Annotated[int | None, typer.Option(min=1, help="Sequence length; the recipe's by default.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Sequence length. Default: the recipe's.")] = None,
     json: Json = False,
 ) -> None:
-    """Count parameters, FLOPs and cache bytes by component, and as ratios to another recipe, without allocating."""
+    """Count parameters, FLOPs and cache bytes. No memory is allocated for the model."""
     import looptim
 
     from ..model.count import (
@@ -51,16 +53,20 @@ def count(
 
 def plan(
     recipe: Recipe,
-    gpus: Annotated[int, typer.Option(min=1, help="How many GPUs there will be, over all nodes.")],
-    nodes: Annotated[int, typer.Option(min=1, help="On how many nodes they are.")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, help="Total number of GPUs, over all nodes.")],
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 1,
     set: Set = None,
     gpu: Annotated[
         list[str] | None,
-        typer.Option("--gpu", metavar="KEY=VALUE", help="Assume another memory, bf16, fp32, utilization, inside, ..."),
+        typer.Option(
+            "--gpu",
+            metavar="KEY=VALUE",
+            help="Change an assumption about the GPU: memory, bf16, fp32, utilization, inside, ...",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Say what a training takes on GPUs that are not here: memory, traffic and time of an update, on every mesh."""
+    """Estimate memory, traffic and time on a GPU cluster. Every device mesh is simulated on this machine."""
     import looptim
 
     from ..training.plan_table import COLLECTIVES, COLUMNS, bars, cells, collective_cells, parse_gpu, verdict
@@ -78,24 +84,26 @@ def plan(
 
 def bench(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="PRESET", help="Transitions to measure; one of each kind by default.")
+        list[str] | None, typer.Argument(metavar="PRESET", help="Transitions to measure. Default: one of each kind.")
     ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(
             metavar="RECIPE",
-            help="Measure in this recipe's model; by default in four dense blocks of width 256, looped three times.",
+            help="Measure in this recipe's model. Default: four dense blocks of width 256, looped three times.",
         ),
     ] = None,
     set: Set = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds in which all transitions take their turn.")] = 9,
-    suite: Annotated[bool, typer.Option("--suite", help="Measure all that is watched, peers included.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of rounds; each round times every transition once.")] = 9,
+    suite: Annotated[
+        bool, typer.Option("--suite", help="Run the full benchmark suite, including peer libraries.")
+    ] = False,
     baseline: Annotated[
-        Path | None, typer.Option(help="With --suite: fail where this JSON of --suite --json was better.")
+        Path | None, typer.Option(help="With --suite: fail if worse than this file, written by --suite --json.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Measure what a transition costs here: time, FLOPs and parameters of a training step over the vanilla loop's."""
+    """Measure what a transition costs on this machine. Time, FLOPs and parameters are relative to the plain loop."""
     import looptim
 
     if suite or baseline:

@@ -1,4 +1,4 @@
-"""The verbs that use a model, or make one out of another."""
+"""The verbs that run a model, or convert one."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from .options import DepthOption, Loops, Run
 
 def generate(
     run: Run,
-    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads standard input.")],
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Stop after this many tokens; by default 200, or what the model can hold.")
+        int | None,
+        typer.Option(min=1, help="Stop after this many tokens. Default: 200, or as many as the model can hold."),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the K likeliest tokens only.")] = None,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample only from the K likeliest tokens.")] = None,
     top_p: Annotated[
         float | None,
         typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens whose probabilities add up to P."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling, for text that can be repeated.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed, to get the same text again.")] = None,
     loops: Loops = None,
     depth: DepthOption = None,
-    show_depth: Annotated[bool, typer.Option("--show-depth", help="Print how many loops each new token took.")] = False,
+    show_depth: Annotated[bool, typer.Option("--show-depth", help="Print how many loops each new token ran.")] = False,
 ) -> None:
-    """Stream a continuation of a prompt."""
+    """Continue a prompt, printing text as it is generated."""
     import torch
 
     import looptim
@@ -62,24 +63,25 @@ def generate(
 
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")],
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="Where the model, config and tokenizer go.")],
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Output folder for model, config and tokenizer.")],
 ) -> None:
-    """Write a run's last checkpoint as a folder that transformers loads."""
+    """Export a run as a model folder that transformers loads."""
     import looptim
 
     print(looptim.export(run, folder))
 
 
 def loop(
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A decoder as transformers saves it.")],
-    layout: Annotated[str, typer.Option(help="Which layers are looped, such as 10-4x2-16 of 30.")],
-    out: Annotated[str, typer.Option(metavar="DIR", help="Where the looped model and its tokenizer go.")],
-    preset: Annotated[str, typer.Option(help="The transition, as `looptim zoo` lists them.")] = "operloop",
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A decoder saved by transformers.")],
+    layout: Annotated[str, typer.Option(help="Which layers to loop: 10-4x2-16 runs layers 11 to 14 of 30 twice.")],
+    out: Annotated[str, typer.Option(metavar="DIR", help="Output folder for the looped model and its tokenizer.")],
+    preset: Annotated[str, typer.Option(help="A transition listed by `looptim zoo`.")] = "operloop",
     set: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option of the preset; may be repeated.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Set an option of the preset; may be repeated."),
     ] = None,
 ) -> None:
-    """Put a transition around some layers of a model that transformers loads, without training."""
+    """Loop some layers of a pretrained transformers model. Nothing is trained."""
     from ..hf.loop_model import loop_folder
     from ..recipe import parse_override
 
@@ -89,10 +91,10 @@ def loop(
 
 def serve(
     run: Run,
-    host: Annotated[str, typer.Option(help="Where it listens.")] = "localhost",
-    port: Annotated[int, typer.Option(help="And on which port.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
 ) -> None:
-    """Answer requests in the words of OpenAI, such as POST /v1/completions, with an exported or a looped model."""
+    """Serve a model over an OpenAI-compatible HTTP API. RUN is an exported or a looped model."""
     from ..hf.serving import serve
 
     serve(run, host=host, port=port)
@@ -100,10 +102,10 @@ def serve(
 
 def chat(
     run: Run,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.8,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of an answer.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.8,
 ) -> None:
-    """Talk to an exported or a looped model; an empty line, or the end of the input, ends it."""
+    """Chat with a model in the terminal. RUN is an exported or a looped model; an empty line ends the chat."""
     from ..hf.serving import chat
 
     said = iter(lambda: input("> ") if sys.stdin.isatty() else sys.stdin.readline().strip(), "")

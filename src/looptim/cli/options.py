@@ -34,14 +34,16 @@ def complete_key(start: str) -> list[str]:
     return [f"{key.name}=" for key in keys() if key.name.startswith(start)]
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")]
-Width = Annotated[int, typer.Option(help="Width d of the state.")]
+Width = Annotated[int, typer.Option(help="Width d of the hidden state.")]
 Steps = Annotated[int, typer.Option(help="Number of loops R.")]
 Recipe = Annotated[
     str,
     typer.Argument(
-        metavar="RECIPE", help="A shipped recipe, such as nano, or a TOML file.", autocompletion=complete_recipe
+        metavar="RECIPE",
+        help="A shipped recipe, such as nano, or the path of a TOML file.",
+        autocompletion=complete_recipe,
     ),
 ]
 Set = Annotated[
@@ -49,27 +51,36 @@ Set = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Change a key of the recipe; may be repeated.",
+        help="Override a recipe key; may be repeated.",
         autocompletion=complete_key,
     ),
 ]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or a folder `looptim export` wrote.")]
+Run = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="A run directory, or a model folder written by `looptim export` or `looptim loop`."
+    ),
+]
 DepthOption = Annotated[
     str | None,
     typer.Option(
-        metavar="SIGNAL:THRESHOLD", help="Let tokens leave the loop, as in residual:0.05[:MINIMUM[:MAXIMUM]]."
+        metavar="SIGNAL:THRESHOLD",
+        help="Let tokens leave the loop early, for example residual:0.05[:MINIMUM[:MAXIMUM]].",
     ),
 ]
 Loops = Annotated[
-    int | None, typer.Option(min=1, help="Run this many loops instead of the layout's; needs a shared transition.")
+    int | None,
+    typer.Option(min=1, help="Run this many loops; more than in training needs a transition that all loops share."),
 ]
 Import = Annotated[
     list[str] | None,
     typer.Option(
-        "--import", metavar="CODE", help="Run this module or file.py of yours first, for its presets; may be repeated."
+        "--import",
+        metavar="CODE",
+        help="Import your own module or file.py first, for the presets it defines; may be repeated.",
     ),
 ]
-TrustCode = Annotated[bool, typer.Option("--trust-code", help="Run whatever code the files that are opened name.")]
+TrustCode = Annotated[bool, typer.Option("--trust-code", help="Allow runs and recipes to execute any code they name.")]
 
 
 def takes_code(verb: Callable[..., None]) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""The verbs that judge what was trained, and show it."""
+"""The verbs that evaluate trained models and show results."""
 
 from __future__ import annotations
 
@@ -16,30 +16,33 @@ from .options import DepthOption, Json, Loops, Run
 def evaluate(
     run: Run,
     suite: Annotated[
-        str | None, typer.Option(help="paper, commonsense, generation, ppl or reasoning.", metavar="NAME")
+        str | None, typer.Option(help="One of paper, commonsense, generation, ppl, reasoning.", metavar="NAME")
     ] = None,
     tasks: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Tasks of lm-eval; with --suite, those of its tasks to run.")
+        str | None,
+        typer.Option(metavar="A,B", help="lm-eval tasks to run; with --suite, only these tasks of the suite."),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(metavar="N", help="Evaluate the first N problems of each task only.")
+        int | None, typer.Option(metavar="N", help="Evaluate only the first N problems of each task.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Sequences per forward; results do not depend on it.")] = 16,
+    batch_size: Annotated[int, typer.Option(help="Sequences per forward pass; does not affect results.")] = 16,
     loops: Loops = None,
     allow_code: Annotated[
-        bool, typer.Option("--allow-code", help="Let HumanEval execute what the model writes; see docs/evaluation.md.")
+        bool,
+        typer.Option("--allow-code", help="Let HumanEval execute the code the model writes; see docs/evaluation.md."),
     ] = False,
     unisolated: Annotated[
-        bool, typer.Option("--unisolated", help="With --allow-code, execute it even where nothing can contain it.")
+        bool, typer.Option("--unisolated", help="With --allow-code, execute it even if no sandbox is available.")
     ] = False,
     depth: DepthOption = None,
     exits: Annotated[
-        bool, typer.Option("--exits", help="Choose thresholds at which tokens leave the loop, and report on them.")
+        bool,
+        typer.Option("--exits", help="Find early-exit thresholds on held-out text and report what they cost and save."),
     ] = False,
-    out: Annotated[str | None, typer.Option(metavar="DIR", help="Where results go; RUN/eval by default.")] = None,
+    out: Annotated[str | None, typer.Option(metavar="DIR", help="Output folder. Default: RUN/eval.")] = None,
     json: Json = False,
 ) -> None:
-    """Run the paper's benchmarks; each task is written as it finishes, and a rerun skips what is done."""
+    """Run the paper's benchmarks on a model. Each task is saved as it finishes; a rerun skips finished tasks."""
     import looptim
 
     from ..loop.depth import parse_depth
@@ -96,18 +99,19 @@ def _print_scores(answer: Answer) -> None:
 
 
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run directories.")],
     out: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Where the report goes; for one run, RUN/report by default.")
+        str | None, typer.Option(metavar="DIR", help="Output folder. Default for a single run: RUN/report.")
     ] = None,
     exits: Annotated[
-        bool, typer.Option("--exits", help="Report on what `evaluate --exits` found, over runs and seeds.")
+        bool, typer.Option("--exits", help="Report the results of `evaluate --exits`, over runs and seeds.")
     ] = False,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Write the page anew every ten seconds until the runs are done, or Ctrl-C.")
+        bool,
+        typer.Option("--watch", help="Refresh the page every ten seconds until the runs finish or you press Ctrl-C."),
     ] = False,
 ) -> None:
-    """Draw what runs did; print and write the paper's tables (Markdown, LaTeX, CSV) of those that were evaluated."""
+    """Plot training runs as a web page. Evaluated runs also get the paper's tables, as Markdown, LaTeX and CSV."""
     import looptim
 
     if exits:
@@ -128,18 +132,20 @@ def report(
 
 def look(
     run: Run,
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="What the model reads; - reads it from standard input.")],
-    out: Annotated[str, typer.Option(metavar="FILE", help="Where the page goes.")] = "look.html",
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="The text the model reads; - reads standard input.")],
+    out: Annotated[str, typer.Option(metavar="FILE", help="Output file.")] = "look.html",
     against: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Another model with the same tokenizer, to stand beside it.")
+        str | None, typer.Option(metavar="RUN", help="A second model to show side by side; needs the same tokenizer.")
     ] = None,
     loops: Loops = None,
     depth: Annotated[
         str | None,
-        typer.Option(metavar="SIGNAL:THRESHOLD", help="Also let tokens leave the loop, and show where each did."),
+        typer.Option(
+            metavar="SIGNAL:THRESHOLD", help="Also let tokens leave the loop early, and show where each one did."
+        ),
     ] = None,
 ) -> None:
-    """Show what a model would say after each loop, and how its state gets there, as one page for a browser."""
+    """Show what a model predicts after each loop. Writes one web page, with the state and the optimizer's view."""
     import looptim
 
     from ..loop.depth import parse_depth

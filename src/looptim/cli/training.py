@@ -1,4 +1,4 @@
-"""The verbs that train."""
+"""The verbs that train models."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def demo(
-    out: Annotated[str, typer.Option(metavar="DIR", help="Where the runs and pages go.")] = "runs/demo",
+    out: Annotated[str, typer.Option(metavar="DIR", help="Output folder for runs and pages.")] = "runs/demo",
 ) -> None:
-    """Show what looptim does, in a few minutes: a mismatch found, two models trained, a page that looks inside."""
+    """Take a tour of looptim in a few minutes. Finds a mismatch, trains two small models, and looks inside one."""
     import looptim
 
     looptim.demo(out)
@@ -25,13 +25,13 @@ def demo(
 
 def train(
     recipe: Recipe,
-    out: Annotated[str, typer.Option(metavar="DIR", help="The run directory.")],
+    out: Annotated[str, typer.Option(metavar="DIR", help="Run directory to create or resume.")],
     set: Set = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last complete checkpoint.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Resume although the config has changed.")] = False,
-    export: Annotated[bool, typer.Option(help="Write DIR/model for transformers at the end.")] = True,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the latest checkpoint.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Resume even if the config has changed.")] = False,
+    export: Annotated[bool, typer.Option(help="Export DIR/model for transformers at the end.")] = True,
 ) -> None:
-    """Train the model of a recipe, under torchrun on many processes, and export it for transformers."""
+    """Train a recipe's model and export it for transformers. Use torchrun for several processes."""
     import looptim
 
     from ..training.distributed import ElsewhereError
@@ -66,27 +66,30 @@ def study(
     file: Annotated[
         str,
         typer.Argument(
-            metavar="FILE", help="A shipped study, such as main, or a TOML file.", autocompletion=complete_study
+            metavar="FILE",
+            help="A shipped study, such as main, or the path of a TOML file.",
+            autocompletion=complete_study,
         ),
     ],
-    out: Annotated[str, typer.Option(metavar="DIR", help="Where the table, the figures and the page go.")],
-    scale: Annotated[str | None, typer.Option(help="A size the file names, such as smoke.", metavar="NAME")] = None,
+    out: Annotated[str, typer.Option(metavar="DIR", help="Output folder for tables, figures and the page.")],
+    scale: Annotated[
+        str | None, typer.Option(help="A scale defined in the study file, such as smoke.", metavar="NAME")
+    ] = None,
     set: Set = None,
     runs: Annotated[
         str | None,
-        typer.Option(
-            metavar="DIR", help="Where the runs go; studies given the same folder share runs. DIR/runs by default."
-        ),
+        typer.Option(metavar="DIR", help="Folder for the runs, which several studies may share. Default: DIR/runs."),
     ] = None,
-    jobs: Annotated[int, typer.Option(help="How many runs are trained at the same time.")] = 1,
+    jobs: Annotated[int, typer.Option(help="Number of runs to train at the same time; 0 only refreshes the page.")] = 1,
     launcher: Annotated[
-        str | None, typer.Option(metavar="slurm", help="Submit the runs to SLURM, an array of jobs, and come back.")
+        str | None, typer.Option(metavar="slurm", help="Submit the runs to SLURM as an array of jobs, and return.")
     ] = None,
     sbatch: Annotated[
-        list[str] | None, typer.Option(metavar="OPTION", help="With slurm, as in --sbatch=--time=4:00:00; may repeat.")
+        list[str] | None,
+        typer.Option(metavar="OPTION", help="Option for sbatch, such as --sbatch=--time=4:00:00; may be repeated."),
     ] = None,
 ) -> None:
-    """Compare transitions over seeds; finished runs are skipped, and the same command continues what was cut."""
+    """Compare transitions over several seeds. Run the same command again to resume; finished runs are kept."""
     import looptim
 
     if launcher not in (None, "slurm") or (sbatch and launcher is None):
@@ -106,7 +109,7 @@ def study(
 
 
 def doctor() -> None:
-    """Try what looptim needs of this machine, one thing after the other, and say of each what was found."""
+    """Check that this machine has what looptim needs."""
     from ..training.doctor import examine
 
     ill = 0
