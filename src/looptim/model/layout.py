@@ -24,7 +24,7 @@ ATTENTION: dict[str, Callable[[ModelConfig], AttentionKind]] = {
     "S": lambda c: AttentionKind("sliding_attention", c.window, c.sliding_rotary, c.sliding_theta),
     "F": lambda c: AttentionKind("full_attention", None, c.full_rotary, c.full_theta),
 }
-"""The kinds of attention by their letter. A new one is an entry here, and its letter and keys in config.py."""
+"""The kinds of attention by their letter. A new one is an entry here, and its letter and keys in config/model.py."""
 
 
 class LayerSpec(NamedTuple):

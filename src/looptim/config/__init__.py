@@ -1,0 +1,77 @@
+"""What can be configured; each part of a recipe has its file."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import model_validator
+
+from .data import DataConfig
+from .model import ATTENTION_LETTERS, LoopConfig, ModelConfig, Segment, parse_layout
+from .strict import Strict
+from .training import LoopSampling, OptimConfig, ParallelConfig, TrainConfig
+
+__all__ = [
+    "ATTENTION_LETTERS",
+    "Config",
+    "DataConfig",
+    "LoopConfig",
+    "LoopSampling",
+    "ModelConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "Segment",
+    "Strict",
+    "TrainConfig",
+    "parse_layout",
+]
+
+
+class Config(Strict):
+    """A whole recipe."""
+
+    recipe_keys: ClassVar[tuple[str, ...]] = ("loop", "base")
+
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    parallel: ParallelConfig = ParallelConfig()
+
+    @model_validator(mode="after")
+    def _numbers_fit_together(self) -> Config:
+        if self.train.seq_len > self.model.max_length:
+            raise ValueError(
+                f"train.seq_len ({self.train.seq_len}) must not exceed model.max_length ({self.model.max_length})"
+            )
+        if self.optim.warmup >= self.train.steps:
+            raise ValueError(f"optim.warmup ({self.optim.warmup}) must be less than train.steps ({self.train.steps})")
+        if self.optim.min_lr > self.optim.lr:
+            raise ValueError(f"optim.min_lr ({self.optim.min_lr}) must not exceed optim.lr ({self.optim.lr})")
+        if self.train.loops.scheme == "parcae" and self.model.balance == "per_visit":
+            # Sequences end together, so that the first visit of one is a later visit of another.
+            raise ValueError("train.loops.scheme = 'parcae' needs model.balance = 'pooled', not 'per_visit'")
+        if self.model.experts % self.parallel.expert:
+            raise ValueError(
+                f"model.experts ({self.model.experts}) must be a multiple of parallel.expert ({self.parallel.expert})"
+            )
+        loops = self.train.loops
+        if loops.readouts and loops.scheme == "parcae":
+            raise ValueError("train.loops.readouts has no meaning where sequences wait for their first loop (parcae)")
+        if loops.readout_prior and (min(loops.readout_prior) < 0 or not any(loops.readout_prior)):
+            raise ValueError(f"train.loops.readout_prior must be weights, some positive, got {loops.readout_prior}")
+        looped = [segment.loops for segment in self.model.segments if segment.loops is not None]
+        if loops.readouts and len(looped) > 1:
+            raise ValueError(f"train.loops.readouts needs one loop, and model.layout ({self.model.layout}) has more")
+        sampled = loops.scheme != "fixed" or loops.grad_loops is not None or loops.readouts > 0
+        if sampled and all(segment.loops is None for segment in self.model.segments):
+            raise ValueError(f"train.loops needs a loop, and model.layout ({self.model.layout}) has none")
+        return self
+
+    def to_toml(self) -> str:
+        """The recipe as a file that loads to the same config."""
+        import tomli_w
+
+        values = self.model_dump(exclude_none=True)
+        values["loop"] = values["model"].pop("loop")
+        return tomli_w.dumps(values)

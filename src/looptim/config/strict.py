@@ -1,0 +1,40 @@
+"""The base of every config: typed, frozen, and an unknown key is an error that names the nearest known one."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ..base.choices import nearest
+
+
+class Strict(BaseModel):
+    """A frozen config that forbids unknown keys and words its errors in one line."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    recipe_keys: ClassVar[tuple[str, ...]] = ()
+    """Further keys that a recipe may have where this config stands, resolved before the config is built."""
+
+    def __init__(self, **values: Any):
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ValueError(_one_line(error, type(self))) from None
+
+
+def _one_line(error: ValidationError, config: type[BaseModel]) -> str:
+    """The first thing that is wrong: where, what was given, what to do."""
+    errors = error.errors()
+    # A misspelled key is why another one is missing.
+    first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
+    where = ".".join(map(str, first["loc"]))
+    if first["type"] == "extra_forbidden":
+        known = [*config.model_fields, *config.recipe_keys]
+        return f"unknown key {where!r}{nearest(where, known)} known: {', '.join(known)}"
+    if first["type"] == "missing":
+        return f"{where} is missing; give it a value"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        return f"{where}: {message}" if where and not message.startswith(where) else message
+    return f"{where}: {message[0].lower()}{message[1:]}, got {first['input']!r}"
