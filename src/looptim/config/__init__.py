@@ -49,7 +49,7 @@ class Config(Strict):
         if self.optim.min_lr > self.optim.lr:
             raise ValueError(f"optim.min_lr ({self.optim.min_lr}) must not exceed optim.lr ({self.optim.lr})")
         if self.train.loops.scheme == "parcae" and self.model.balance == "per_visit":
-            # Sequences end together, so that the first visit of one is a later visit of another.
+            # Sequences end together, so one sequence makes its first visit when another makes a later one.
             raise ValueError("train.loops.scheme = 'parcae' needs model.balance = 'pooled', not 'per_visit'")
         if self.model.experts % self.parallel.expert:
             raise ValueError(
@@ -57,7 +57,9 @@ class Config(Strict):
             )
         loops = self.train.loops
         if loops.readouts and loops.scheme == "parcae":
-            raise ValueError("train.loops.readouts has no meaning where sequences wait for their first loop (parcae)")
+            raise ValueError(
+                "train.loops.readouts does not work with scheme = 'parcae', where sequences wait; use another"
+            )
         if loops.readout_prior and (min(loops.readout_prior) < 0 or not any(loops.readout_prior)):
             raise ValueError(f"train.loops.readout_prior must be weights, some positive, got {loops.readout_prior}")
         looped = [segment.loops for segment in self.model.segments if segment.loops is not None]

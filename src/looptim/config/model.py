@@ -10,9 +10,9 @@ from pydantic import Field, field_validator, model_validator
 from .strict import Strict
 
 DEEPEST = 10_000
-"""Unrolled blocks of a model at most."""
+"""The largest number of unrolled blocks that a model may have."""
 LARGEST = 2**40
-"""Elements of a matrix at most: four terabytes of it."""
+"""The largest number of elements that a matrix may have, which is four terabytes."""
 
 
 class Segment(NamedTuple):
@@ -20,7 +20,7 @@ class Segment(NamedTuple):
 
     blocks: int
     loops: int | None
-    """None for plain blocks."""
+    """The number of loops; None for plain blocks."""
 
 
 ATTENTION_LETTERS = {"S": "sliding", "F": "full"}
@@ -55,52 +55,62 @@ def parse_layout(layout: str) -> tuple[Segment, ...]:
 class LoopConfig(Strict):
     """A transition by the name of a preset, with its options."""
 
-    preset: str = Field("none", description="Of `looptim zoo`, or file.py:function of your own; none without a loop.")
-    options: dict[str, Any] = Field({}, description="Of the transition, as its docstring lists them.")
-    noncausal: bool = Field(False, description="Train it although a token sees later ones or other sequences.")
-    fused: bool = Field(True, description="Run transitions of known parts fused; false is the readable definition.")
+    preset: str = Field(
+        "none", description="A name from `looptim zoo`, or your own file.py:function; none if nothing loops."
+    )
+    options: dict[str, Any] = Field({}, description="The transition's options; its docstring lists them.")
+    noncausal: bool = Field(False, description="Train even though tokens can see later tokens or other sequences.")
+    fused: bool = Field(
+        True, description="Use the fused kernels where there are any; false uses the readable definition."
+    )
 
 
 class ModelConfig(Strict):
     """A looped language model; the defaults are the paper's architecture (Table 8)."""
 
     layout: str = Field(description="Segments of blocks in the paper's notation, such as 4-4x3-2.")
-    width: int = Field(1024, ge=1, description="Of the hidden state, d.")
-    vocab_size: int = Field(128_896, ge=1, description="Tokens the model knows; bpe is trained to so many.")
+    width: int = Field(1024, ge=1, description="Width d of the hidden state.")
+    vocab_size: int = Field(
+        128_896, ge=1, description="Size of the vocabulary; a bpe tokenizer is trained to this size."
+    )
     max_length: int = Field(4096, ge=1, description="The longest sequence the model accepts.")
-    tied: bool = Field(False, description="Whether the head uses the embedding's weights.")
-    pairs: bool = Field(False, description="Whether a position reads two tokens, the sum of their embeddings.")
+    tied: bool = Field(False, description="Whether the head shares the embedding's weights.")
+    pairs: bool = Field(False, description="Whether each position reads two tokens, as the sum of their embeddings.")
 
-    pattern: str = Field("SSSF", description="S(liding) or F(ull) attention, repeated over the distinct blocks.")
-    heads: int = Field(16, ge=1, description="Heads of queries.")
-    kv_heads: int = Field(4, ge=1, description="Heads of keys and values, each for equally many of queries.")
-    head_dim: int = Field(128, ge=2, description="Width of a head.")
-    qk_norm: bool = Field(True, description="Whether queries and keys are normed, head by head.")
-    window: int = Field(512, ge=1, description="Keys a query of a sliding layer sees, itself included.")
-    sliding_rotary: int = Field(128, ge=2, description="Rotated dimensions of each head, sliding layers.")
-    sliding_theta: float = Field(1_000.0, gt=0, description="Base of the rotations, sliding layers.")
-    full_rotary: int = Field(64, ge=2, description="Rotated dimensions of each head, full layers.")
-    full_theta: float = Field(10_000.0, gt=0, description="Base of the rotations, full layers.")
+    pattern: str = Field(
+        "SSSF", description="Attention of each distinct block, S(liding) or F(ull); the pattern repeats."
+    )
+    heads: int = Field(16, ge=1, description="Number of query heads.")
+    kv_heads: int = Field(4, ge=1, description="Number of key and value heads; must divide `heads`.")
+    head_dim: int = Field(128, ge=2, description="Width of each head.")
+    qk_norm: bool = Field(True, description="Whether queries and keys are normalized within each head.")
+    window: int = Field(512, ge=1, description="Keys that a query of a sliding layer sees, including its own.")
+    sliding_rotary: int = Field(128, ge=2, description="Rotated dimensions of each head in sliding layers.")
+    sliding_theta: float = Field(1_000.0, gt=0, description="Base of the rotary frequencies in sliding layers.")
+    full_rotary: int = Field(64, ge=2, description="Rotated dimensions of each head in full layers.")
+    full_theta: float = Field(10_000.0, gt=0, description="Base of the rotary frequencies in full layers.")
 
-    dense_layers: int = Field(2, ge=0, description="Leading distinct blocks with a dense feed-forward layer.")
+    dense_layers: int = Field(2, ge=0, description="Number of leading distinct blocks with a dense feed-forward layer.")
     dense_hidden: int = Field(4096, ge=1, description="Hidden width of a dense feed-forward layer.")
-    experts: int = Field(256, ge=1, description="Routed experts of a layer.")
-    top_k: int = Field(8, ge=1, description="Experts a token goes to.")
+    experts: int = Field(256, ge=1, description="Number of routed experts in each layer.")
+    top_k: int = Field(8, ge=1, description="Number of routed experts per token.")
     expert_hidden: int = Field(384, ge=1, description="Hidden width of a routed expert.")
-    shared_hidden: int = Field(384, ge=1, description="Hidden width of the expert that every token goes to.")
-    routed_scaling: float = Field(2.5, description="Factor of what the routed experts say.")
-    balance: Literal["pooled", "per_visit"] = Field("pooled", description="A router bias per layer, or per visit.")
-    balance_rate: float = Field(5e-3, ge=0, description="How far the router bias moves in an update.")
-    aux_coefficient: float = Field(1e-3, ge=0, description="Of the sequence-level auxiliary loss.")
+    shared_hidden: int = Field(384, ge=1, description="Hidden width of the shared expert, which sees every token.")
+    routed_scaling: float = Field(2.5, description="Factor on the output of the routed experts.")
+    balance: Literal["pooled", "per_visit"] = Field(
+        "pooled", description="Whether router biases are kept per layer or per visit of it."
+    )
+    balance_rate: float = Field(5e-3, ge=0, description="Step of the router bias in each update.")
+    aux_coefficient: float = Field(1e-3, ge=0, description="Weight of the sequence-level auxiliary loss.")
 
     init_std: float = Field(0.006, gt=0, description="Standard deviation of the initial weights.")
-    embedding_std: float | None = Field(None, gt=0, description="Of the initial embeddings, where not `init_std`.")
-    norm_eps: float = Field(1e-5, gt=0, description="Added under the root of every norm.")
+    embedding_std: float | None = Field(None, gt=0, description="The same for the embedding. Default: `init_std`.")
+    norm_eps: float = Field(1e-5, gt=0, description="Epsilon under the square root of every norm.")
     loop: LoopConfig = LoopConfig()
 
     @classmethod
     def tiny(cls, **changes: Any) -> ModelConfig:
-        """The smallest model that has every part: both kinds of attention, dense and routed blocks, a loop.
+        """The smallest model with every part: both kinds of attention, dense and routed blocks, and a loop.
 
         >>> ModelConfig.tiny(window=4).window
         4
@@ -115,7 +125,7 @@ class ModelConfig(Strict):
     @field_validator("layout", mode="before")
     @classmethod
     def _layout_is_text(cls, layout: Any) -> Any:
-        # `--set model.layout=18` comes as a number.
+        # The command line reads `--set model.layout=18` as a number.
         return str(layout) if isinstance(layout, int) and not isinstance(layout, bool) else layout
 
     @field_validator("layout")
@@ -148,8 +158,8 @@ class ModelConfig(Strict):
         largest = max(rows, key=lambda name: rows[name])
         if rows[largest] * self.width > LARGEST:
             raise ValueError(
-                f"width ({self.width}) times {largest} ({rows[largest]}) is the size of a matrix, and more than "
-                f"{LARGEST:,} fit no machine"
+                f"width ({self.width}) times {largest} ({rows[largest]}) are the elements of one matrix, and no machine holds more than "
+                f"{LARGEST:,}; lower one of them"
             )
         looped = any(segment.loops is not None for segment in self.segments)
         if looped and self.loop.preset == "none":
@@ -168,7 +178,7 @@ class ModelConfig(Strict):
         return parse_layout(self.layout)
 
     def with_loops(self, loops: int, *, at_most: bool = False) -> ModelConfig:
-        """The same model with every looped segment run `loops` times, or no more often than that."""
+        """The same model with every looped segment run `loops` times or, with `at_most`, at most that often."""
         if isinstance(loops, bool) or not isinstance(loops, int) or loops < 1:
             raise ValueError(f"loops must be a whole number of at least 1, got {loops!r}")
         texts = [

@@ -1,4 +1,4 @@
-"""The base of every config: typed, frozen, and an unknown key is an error that names the nearest known one."""
+"""The base of every config: typed and frozen, with errors that name the nearest known key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     recipe_keys: ClassVar[tuple[str, ...]] = ()
-    """Further keys that a recipe may have where this config stands, resolved before the config is built."""
+    """More keys that a recipe may have at this place; they are resolved before the config is built."""
 
     def __init__(self, **values: Any):
         try:
@@ -24,9 +24,9 @@ class Strict(BaseModel):
 
 
 def _one_line(error: ValidationError, config: type[BaseModel]) -> str:
-    """The first thing that is wrong: where, what was given, what to do."""
+    """The first error, in one line: where it is, what was given, and what to do."""
     errors = error.errors()
-    # A misspelled key is why another one is missing.
+    # A misspelled key also makes the key that was meant look missing, so it is reported first.
     first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
     where = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
