@@ -56,7 +56,7 @@ _HOMES = {
     "train": "training.train",
     "zoo": "loop.table",
 }
-"""The modules of the names that are not the framework's. No verb has the name of a module beside it."""
+"""The module that defines each public name outside the framework. No verb shares its name with a module."""
 
 _EXTRAS = {
     "demo": "all",
@@ -69,7 +69,7 @@ _EXTRAS = {
     "study": "plot",
     "train": "lm",
 }
-"""The names that need more than the wheel alone, and the extra of ours that brings it."""
+"""Names that need more than the plain wheel, and the extra that installs what they need."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`looptim`, and `python -m looptim`, which is what torchrun starts."""
+"""The entry point of `looptim` and of `python -m looptim`, which is what torchrun starts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import FrameType
 
 
 def main() -> None:
-    """Run the command line, in which Ctrl-C is one sentence from the first moment on."""
+    """Run the command line. Ctrl-C ends it with one sentence from the very first moment."""
     signal.signal(signal.SIGINT, _interrupt)
     try:
         from looptim.cli import main
@@ -19,7 +19,7 @@ def main() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """A KeyboardInterrupt, but not inside an import, which may make anything of it: there is nothing to save yet."""
+    """Raise KeyboardInterrupt, except inside an import, which might swallow it; nothing needs saving yet."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             _stop()

@@ -190,7 +190,7 @@ def test_settings_that_mean_nothing_are_errors(corpus, open_):
 
 def test_a_fold_that_is_not_there(tmp_path, open_):
     with pytest.raises(
-        ValueError, match=r"valid_fold \(4\) does not exist: shares of valid_fraction \(0.25\) number 4"
+        ValueError, match=r"valid_fold \(4\) does not exist: with valid_fraction \(0.25\) there are 4 folds"
     ):
         DataConfig(valid_fraction=0.25, valid_fold=4)
     (tmp_path / "one.txt").write_text("one long document\n" * 100)

@@ -419,9 +419,7 @@ def test_a_run_that_is_renamed_while_it_is_trained_does_not_split_in_two(straigh
         return update(state, step)
 
     monkeypatch.setattr(training, "update", renames)
-    with pytest.raises(
-        ValueError, match=r"was renamed or replaced while it was trained into, .*; --resume the run whe"
-    ):
+    with pytest.raises(ValueError, match=r"was renamed or replaced during the training, .*; --resume the run whe"):
         lo.train(config(), run, progress=False)
     monkeypatch.undo()
     assert not (run / "checkpoints").exists()

@@ -1,1 +1,1 @@
-"""The floor everything stands on: numerics, files, the console and choices among names; each kit once."""
+"""The floor that everything stands on: numerics, files, the console, and choices among names."""

@@ -1,4 +1,4 @@
-"""Choosing among known names: what to say of a name that nobody knows."""
+"""Choosing among known names, and the error for an unknown one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """What joins a message about an unknown name to the known ones.
+    """The words that join a message about an unknown name to the list of known ones.
 
     >>> nearest("operlop", ["operloop", "vanilla"]), nearest("x", ["operloop"])
     (", did you mean 'operloop'?", ';')
@@ -20,7 +20,7 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
 
 def choose(what: str, value: str, known: Mapping[str, T]) -> T:
-    """`known[value]`, or a ValueError that names the nearest and lists them all.
+    """Return `known[value]`, or raise a ValueError that names the nearest match and lists all known names.
 
     >>> choose("preset", "operlop", {"operloop": 1, "vanilla": 2})
     Traceback (most recent call last):

@@ -1,6 +1,7 @@
-"""Code that somebody names, as `module:function` or `file.py:function`; it runs only where the caller named it.
+"""Code that is named as `module:function` or `file.py:function`; it runs only if the caller named it.
 
-What a file names (a recipe, a study, the config of a run) is a wish of whoever wrote the file, not of who opens it.
+Code that a file names (a recipe, a study, the config of a run) is what the author of that file wants to run, which need
+not be what the person who opens it wants.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class Loaded(NamedTuple):
 
 
 ALLOWED: dict[str, Loaded | None] = {}
-"""Modules, and files by their whole paths, that the caller has named; None until they are imported.
+"""Modules, and files by their absolute paths, that the caller has named; the value is None until they are imported.
 
-With `EVERYTHING` in it, whatever a file names is run.
+If `EVERYTHING` is among the keys, whatever a file names is run.
 """
 
 
@@ -48,26 +49,26 @@ def is_reference(name: object) -> bool:
 
 
 def allow(name: str) -> None:
-    """Let the code of a reference run, since the caller gives it; a plain name needs no leave.
+    """Let the code of a reference run because the caller gave it; a plain name needs no permission.
 
-    What was imported before is imported anew if it was edited since.
+    A module that was edited since it was imported is imported again.
     """
     if is_reference(name):
         ALLOWED[_whole(name.rpartition(":")[0])] = None
 
 
 def import_code(place: str | Path) -> None:
-    """Run a module or a file of yours, for the presets it registers, and allow files to name what is in it.
+    """Run a module or a file of yours for the presets it registers, and allow files to name what is in it.
 
     A recipe, a study or a run that names `my.py:mine` is refused until `import_code("my.py")`, which is what `--import
-    my.py` does on the command line; `import_code("package")` is for all of its modules.
+    my.py` does on the command line. `import_code("package")` allows all modules of the package.
     """
     whole = _whole(str(place))
     ALLOWED[whole] = _load(whole)
 
 
 def find_code(reference: str) -> tuple[Callable[..., Any], str | None]:
-    """The function that a reference names, and the hash of its source; a ValueError unless the caller allowed it."""
+    """The function that a reference names and the hash of its source; a ValueError unless the caller allowed it."""
     place, _, function = reference.rpartition(":")
     whole = _allowed(_whole(place))
     if whole is None:
@@ -82,12 +83,12 @@ def find_code(reference: str) -> tuple[Callable[..., Any], str | None]:
 
 
 def _whole(place: str) -> str:
-    """A file by its whole path, a module by its name."""
+    """The absolute path of a file, or the name of a module."""
     return str(Path(place).resolve()) if place.endswith(".py") or os.sep in place else place
 
 
 def _allowed(whole: str) -> str | None:
-    """What was allowed under this name. A file that lies elsewhere now is known by its name, if no other has it."""
+    """The allowed entry for a name, if any. A moved file is recognized by its name if no other entry has it."""
     if whole in ALLOWED or EVERYTHING in ALLOWED:
         return whole
     if whole.endswith(".py"):
@@ -97,27 +98,27 @@ def _allowed(whole: str) -> str | None:
 
 
 def _load(whole: str) -> Loaded:
-    """Import a file or a module; what goes wrong in it is said in one sentence."""
+    """Import a file or a module; any failure becomes one sentence."""
     is_file = whole.endswith(".py")
-    # Folders come last: what lies beside a file cannot stand in for a library.
+    # Folders are appended, so that a file beside the user's cannot shadow a library.
     folder = str(Path(whole).parent if is_file else Path.cwd())
     sys.path += [] if folder in sys.path else [folder]
     try:
         module = _run_file(Path(whole)) if is_file else importlib.import_module(whole)
     except (Exception, SystemExit) as error:
         if isinstance(error, FileNotFoundError) and error.filename == whole:
-            raise ValueError(f"there is no file {whole}; give its path, or --import it from where it lies") from None
+            raise ValueError(f"there is no file {whole}; give its full path") from None
         if isinstance(error, ModuleNotFoundError) and whole.startswith(error.name or whole + "."):
             raise ValueError(f"there is no module {whole!r}; give one that Python finds, or a file.py") from None
         at = [] if isinstance(error, SyntaxError) else traceback.extract_tb(error.__traceback__)[-1:]
         where = "".join(f", {frame.filename}, line {frame.lineno}" for frame in at)
-        raise ValueError(f"{whole} cannot be run ({type(error).__name__}: {error}{where}); mend it") from error
+        raise ValueError(f"{whole} cannot be run ({type(error).__name__}: {error}{where}); fix it") from error
     return Loaded(module, hash_of_module(module.__name__))
 
 
 def _run_file(path: Path) -> types.ModuleType:
     text = path.read_text(encoding="utf-8")
-    # Under a name of its content, an edited file is another module, and two files of one name are two.
+    # The name contains a hash of the content, so an edited file is a new module, and files of equal names do not clash.
     name = f"{path.stem}_{hashlib.sha256(f'{path}{text}'.encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]

@@ -1,4 +1,4 @@
-"""What a command shows: progress on a terminal, plain lines elsewhere, tables, and JSON."""
+"""What a command prints: progress on a terminal, plain lines elsewhere, tables, and JSON."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Sequence
 from typing import Any, final
 
 EVERY = 30.0
-"""Seconds between two lines about progress where there is no terminal."""
+"""Seconds between two progress lines where there is no terminal."""
 
 
 @final
 class Progress:
-    """How far long work is: a bar on a terminal, a plain line now and then elsewhere, both on standard error.
+    """Progress of long work on standard error: a bar on a terminal, a plain line now and then elsewhere.
 
-    `total` is None where nobody knows it. `batch` is how much gets done at a time.
+    `total` is None if it is unknown. `batch` is how much work gets done at a time.
     """
 
     def __init__(self, title: str, total: float | None = None, *, done: float = 0, batch: int = 0, show: bool = True):
         self.title, self.total, self.batch, self.show = title, total, batch, show
         self.done = self.before = done
-        # The stream there is now: evaluation silences libraries by replacing sys.stderr.
+        # The stream is looked up now, because evaluation silences libraries by replacing sys.stderr.
         self.stream = sys.stderr
         self.start = self.shown = time.monotonic()
         self.bar: Any = None
@@ -33,7 +33,7 @@ class Progress:
             from rich.progress import BarColumn, TextColumn
             from rich.progress import Progress as Bar
 
-            # The bar must not take over the standard streams: what is printed meanwhile is the command's answer.
+            # The bar must not capture standard output, which carries the command's answer.
             console = Console(file=self.stream, markup=False, highlight=False)
             columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20))
             self.bar = Bar(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
@@ -48,19 +48,19 @@ class Progress:
             self.bar.stop()
 
     def expect(self, more: float, done: float = 0) -> None:
-        """There is `more` to do, of which `done` was done before."""
+        """Add `more` work to the total, of which `done` is already done."""
         self.total = (self.total or 0) + more
         self.done += done
         self.before += done
 
     def advance(self, amount: float = 1, text: str = "", *, left: float | None = None, now: bool = False) -> None:
-        """Count what was done and show it if it is time to, or `now`; `left` seconds, if the caller knows them."""
+        """Count work, and show it if it is time to, or `now`. `left` is the seconds left, if the caller knows them."""
         self.done += amount
         moment = time.monotonic()
         if not self.show or (self.bar is None and not now and moment - self.shown < EVERY):
             return
         self.shown = moment
-        # The results of a batch arrive one by one, after the time of the whole batch.
+        # The results of a batch arrive one by one, but only after the time of the whole batch.
         fresh = max(self.batch, self.done - self.before)
         if left is None and self.total and fresh:
             left = (self.total - self.done) * (moment - self.start) / min(fresh, self.total - self.before)
@@ -73,7 +73,7 @@ class Progress:
             self.bar.update(self.task, description=line, completed=self.done, total=self.total)
 
     def say(self, text: str) -> None:
-        """Print a line of its own, above the bar."""
+        """Print a separate line above the bar."""
         if self.bar is not None:
             self.bar.console.print(text, soft_wrap=True)
         elif self.show:
@@ -81,7 +81,7 @@ class Progress:
 
 
 def clean(text: str) -> str:
-    """A text of one line that steers no terminal: names come from files and folders that anybody may have made.
+    """Make a text one line that cannot control the terminal; names of files and folders may come from anybody.
 
     >>> clean("a\\x1b[2J\\nb")
     'a [2J b'
@@ -90,7 +90,7 @@ def clean(text: str) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory is wanting: on a CPU torch raises a RuntimeError like any other.
+    """Whether an error means that memory ran out. On a CPU torch raises a plain RuntimeError for that.
 
     >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes differ"))
     (True, False)
@@ -114,12 +114,12 @@ def print_json(value: Any) -> None:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table on standard output, numbers to the right where there are few columns."""
+    """Print a table on standard output; numbers are right-aligned if there are few columns."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    # A pipe has no width: the cells of a table that no terminal limits are not folded.
+    # A pipe has no width, so cells are not folded there.
     console = Console(width=None if sys.stdout.isatty() else 220, markup=False, highlight=False)
     table = Table(box=SIMPLE_HEAD)
     for index, name in enumerate(header):

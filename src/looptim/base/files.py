@@ -1,4 +1,4 @@
-"""Files and folders that are complete or absent, however a process ends; errors of the system in one sentence."""
+"""Files and folders that are complete or absent, however a process ends, and system errors as one sentence."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import final
 
 
 class HeldError(ValueError):
-    """Another process is at work in the folder."""
+    """Another process is working in the folder."""
 
 
 @contextlib.contextmanager
 def os_errors_as(what: str, way_out: str) -> Iterator[None]:
-    """Turn an OSError from inside into one sentence: what was tried, why the system refused it, what to do.
+    """Turn an OSError into one sentence: what was tried, why the system refused, and what to do.
 
     >>> with os_errors_as("cannot read the recipe", "give another"):
     ...     open("/nowhere")
@@ -33,7 +33,7 @@ def os_errors_as(what: str, way_out: str) -> Iterator[None]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file aside, sync it and rename it: a reader finds the old one or the new one, whole."""
+    """Write a file aside, sync it, and rename it, so that a reader finds the old file or the whole new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _aside(path) as aside:
         _write(aside, content)
@@ -42,7 +42,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def write_together(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write all files aside before the first is renamed into `folder`; the last one is renamed last.
+    """Write all files aside before the first one is renamed into `folder`; the last one is renamed last.
 
     If one of them cannot be written, nothing has changed.
     """
@@ -64,10 +64,10 @@ def write_together(folder: Path, files: Mapping[str, bytes]) -> None:
 
 @contextlib.contextmanager
 def whole_folder(path: Path, *, replace: bool = False, aside: Path | None = None) -> Iterator[Path]:
-    """A folder to write into, which becomes `path` when all went well and disappears otherwise.
+    """A temporary folder that becomes `path` if all goes well and is deleted otherwise.
 
-    Several processes may make the same folder: the first to finish wins and the others drop theirs, unless theirs is to
-    `replace` what is there. Processes that write one folder together agree on its name `aside`.
+    Several processes may make the same folder. The first to finish wins and the others drop theirs, unless `replace`
+    says to replace what is there. Processes that write one folder together agree on the name `aside`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _aside(path, aside) as folder:
@@ -90,7 +90,7 @@ def whole_folder(path: Path, *, replace: bool = False, aside: Path | None = None
 
 @contextlib.contextmanager
 def scratch_folder(path: Path, *, aside: Path | None = None) -> Iterator[Path]:
-    """A folder beside `path` that is gone in the end; what a killed process leaves of it, the next one sweeps."""
+    """A temporary folder beside `path`; if the process is killed, the next one deletes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _aside(path, aside) as folder:
         folder.mkdir()
@@ -98,13 +98,13 @@ def scratch_folder(path: Path, *, aside: Path | None = None) -> Iterator[Path]:
 
 
 def remove_whole(path: Path) -> None:
-    """Delete a folder so that a kill in between leaves none that looks complete."""
+    """Delete a folder so that a kill halfway leaves nothing that looks complete."""
     with _aside(path) as aside:
         path.rename(aside)
 
 
 def sync(path: Path) -> None:
-    """Bring a file's content, or the names in a folder, onto the disk, where the system can."""
+    """Flush a file's content, or a folder's entries, to the disk where the system supports it."""
     if os.name == "posix":
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -120,7 +120,7 @@ def _write(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def _aside(path: Path, given: Path | None = None) -> Iterator[Path]:
-    """A free name beside `path`; whatever has it in the end is deleted, and so is what killed processes left."""
+    """A free name beside `path`. Whatever has this name at the end is deleted, and so is what killed processes left."""
     for left in path.parent.glob(f".{path.name}.*.partial"):
         _sweep(left)
     aside = given or aside_name(path)
@@ -132,7 +132,7 @@ def _aside(path: Path, given: Path | None = None) -> Iterator[Path]:
 
 
 def aside_name(path: Path) -> Path:
-    """A free name beside `path`, by which `sweep` knows whose it is."""
+    """A free name beside `path` that tells `sweep` which process made it."""
     return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}.partial")
 
 
@@ -143,7 +143,7 @@ def sweep(folder: Path) -> None:
 
 
 def _sweep(left: Path) -> None:
-    """Delete what has a name of `_aside`, if the process that gave it one is no more."""
+    """Delete a path made by `_aside` if the process that made it no longer exists."""
     made = re.fullmatch(rf"\..+\.{re.escape(socket.gethostname())}\.(\d+)\.[0-9a-f]{{8}}\.partial", left.name)
     if made and not _alive(int(made[1])):
         _delete(left)
@@ -162,33 +162,33 @@ def _alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        # The process exists and belongs to somebody else.
+        # The process exists and belongs to another user.
         pass
     return True
 
 
 def check_writable(folder: Path) -> None:
-    """That a folder, or the nearest one above it, can be written to: asked before hours go into what it is for."""
+    """Check that a folder, or its nearest existing parent, is writable before hours of work go into it."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"cannot write to {folder}: {there} is no folder we may write to; choose another --out")
+        raise ValueError(f"cannot write to {folder}: {there} is not a folder you may write to; choose another --out")
 
 
 def check_links(root: Path, folders: Iterable[Path]) -> None:
-    """That no link in any of `folders` leads out of `root`: somebody may have made it for others to write through."""
+    """Check that no link in any of `folders` leads out of `root`; somebody may have planted it."""
     here = root.resolve()
     for folder in folders:
         for path in folder.iterdir() if folder.is_dir() else ():
             if path.is_symlink() and not path.resolve().is_relative_to(here):
-                raise ValueError(f"{path} is a link that leads out of {root}; remove it, or put there what it names")
+                raise ValueError(f"{path} is a link that leads out of {root}; remove or replace it")
 
 
 @contextlib.contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Hold a folder while working in it; another process that wants it is told so."""
+    """Hold the lock of a folder while working in it; a second process gets a HeldError."""
     with os_errors_as(f"cannot write to {folder}", "choose another --out"):
         folder.mkdir(parents=True, exist_ok=True)
-        # A link there would be somebody's who wants the file it leads to emptied.
+        # If the lock were a link, opening it would truncate the file that the link points to.
         lock = os.fdopen(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666), "w")
     with lock:
         if not _lock(lock.fileno()):
@@ -198,7 +198,7 @@ def claimed(folder: Path) -> Iterator[None]:
 
 @final
 class Place:
-    """Where a folder is now, to see later whether its path still leads there.
+    """The identity of a folder, to check later that its path still leads to it.
 
     >>> Place(Path(".")).check()
     """
@@ -207,10 +207,10 @@ class Place:
         self.folder, self.found = folder, _identity(folder)
 
     def check(self) -> None:
-        """A ValueError if the path leads elsewhere, or nowhere."""
+        """Raise a ValueError if the path leads to another folder or to nothing."""
         if _identity(self.folder) != self.found:
             raise ValueError(
-                f"{self.folder} was renamed or replaced while it was trained into, and is left alone; "
+                f"{self.folder} was renamed or replaced during the training, so nothing more is written to it; "
                 "--resume the run where it is now"
             )
 
@@ -222,7 +222,7 @@ def _identity(folder: Path) -> tuple[int, int] | None:
 
 
 def _lock(file: int) -> bool:
-    """Take the lock, which the system gives back when the process ends; True where there are no locks to be had."""
+    """Take the lock, which the system releases when the process ends. True also where locks are not available."""
     try:
         import fcntl
 
@@ -230,6 +230,6 @@ def _lock(file: int) -> bool:
     except BlockingIOError:
         return False
     except (ImportError, OSError):
-        # Windows has no fcntl, and the file systems of some clusters no locks.
+        # Windows has no fcntl, and some cluster file systems have no locks.
         pass
     return True

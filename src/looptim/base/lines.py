@@ -1,4 +1,4 @@
-"""JSON, an object a line, with the number `step`: appended to while a run trains, read whatever a kill left of it."""
+"""A JSON Lines file whose records have a `step`: appended to during a run, readable after any kill."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from .files import os_errors_as, write_whole
 
 @final
 class Lines:
-    """A file of such lines; `check` gives a record back, or raises a ValueError that says how it breaks the schema."""
+    """The file. `check` returns a record, or raises a ValueError that says how it breaks the schema."""
 
     def __init__(self, path: Path, check: Callable[[Any], dict[str, Any]]):
         self.path, self.check = path, check
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Log a line."""
+        """Append a record."""
         self.check(record)
         with os_errors_as(f"cannot write to {self.path}", "the last checkpoint is kept"), self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
     def keep(self, until: int) -> None:
-        """Forget what was logged after step `until`, from which a run resumes, and what cannot be read.
+        """Drop records after step `until`, from which a run resumes, and lines that cannot be read.
 
-        A run that begins at step 0 logs everything anew, also the validation before its first update.
+        A run that restarts at step 0 logs everything again, including the validation before its first update.
         """
         kept = [record for record in self._readable() if until and record["step"] <= until]
-        with os_errors_as(f"cannot write to {self.path}", "make room or access there"):
+        with os_errors_as(f"cannot write to {self.path}", "free some space or get write access"):
             write_whole(self.path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def last(self, key: str) -> dict[str, Any]:
-        """The last line that has `key`, of a run that may be writing; an empty one where there is none."""
+        """The last record that has `key`, or an empty one. The run may still be writing."""
         return next((record for record in reversed(self._readable(tail=20_000)) if key in record), {})
 
     def read(self) -> list[dict[str, Any]]:
-        """The lines merged into one for each step. A step that goes back is a resumed run, whose new lines count."""
+        """All records, merged into one per step. A step that goes back marks a resumed run, whose new records win."""
         records: dict[int, dict[str, Any]] = {}
         last = -1
         for number, text in enumerate(self._lines(), 1):
@@ -68,7 +68,7 @@ class Lines:
         return records
 
     def _lines(self, tail: int | None = None) -> list[bytes]:
-        """The whole lines in the last `tail` bytes; a kill, or a writer at work, may have left the last one cut."""
+        """The complete lines in the last `tail` bytes; a kill or a running writer may leave the last line cut off."""
         if not self.path.is_file():
             return []
         with self.path.open("rb") as file:

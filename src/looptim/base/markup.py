@@ -1,4 +1,4 @@
-"""Tables in HTML, for notebooks, and in Markdown, for docs: whatever is in a cell is text."""
+"""Tables in HTML for notebooks and in Markdown for docs; cells are always escaped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, final
 
 
 def html_table(rows: Iterable[Sequence[object]], *, head: Sequence[object] = (), title: str = "") -> str:
-    """A table with its title above it; the first cell of a row says what the others are.
+    """A table with a title; the first cell of each row is its header.
 
     >>> html_table([["a", "<b>"]])
     '<table><tr><th>a</th><td>&lt;b&gt;</td></tr></table>'
@@ -24,7 +24,7 @@ def html_table(rows: Iterable[Sequence[object]], *, head: Sequence[object] = (),
 
 @final
 class Answer(dict[str, Any]):
-    """Numbers by their names, which a notebook shows as the table that the command line prints.
+    """A dict of numbers that a notebook shows as the table that the command line prints.
 
     >>> Answer({"seconds": 2.0}, head=["what", "how long"], rows=[["all", "2 s"]])
     {'seconds': 2.0}
@@ -39,7 +39,7 @@ class Answer(dict[str, Any]):
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A pipe table.
+    """A Markdown table.
 
     >>> print(markdown_table(["key", "type"], [["a", "x | y"]]))
     | key | type |

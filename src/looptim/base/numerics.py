@@ -1,4 +1,4 @@
-"""Numerical kits that loop, model and optimizer share: full precision, RMS norm, Polar Express. Needs torch only."""
+"""Numerics that loop, model and optimizer share: full precision, RMS norm, Polar Express. Needs only torch."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ if TYPE_CHECKING:
 
 
 def wide(x: Tensor) -> Tensor:
-    """`x` in fp32, or float64 if it is: the dtype in which norms, maps, steps and decays are computed."""
+    """`x` in fp32, or in float64 if it already is; norms, maps, steps and decays are computed in this dtype."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def full_precision(x: Tensor) -> AbstractContextManager:
-    """Autocast switched off on the device of `x`, so that a small matmul is not taken back to bf16."""
+    """A context without autocast on the device of `x`, so that a small matmul is not cast back to bf16."""
     kind = x.device.type
     on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.autocast(kind, enabled=False) if on else nullcontext()
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype a linear layer would compute `x` in here."""
+    """The dtype in which a linear layer would compute `x` here."""
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
 
 
 FLOOR = 1e-3
-"""The root mean square below which a vector is too small to be stretched to a given length."""
+"""A vector with a smaller root mean square is too small to be scaled to a given length."""
 
 
 def floored_norm(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
-    """`max(|x|, sqrt(n) FLOOR)` over the `n` entries of `dim`, kept: what a vector is safely divided by.
+    """`max(|x|, sqrt(n) FLOOR)` over the `n` entries of `dim`, with the axis kept: a safe divisor for a vector.
 
-    The one safe normalization: `x / floored_norm(x)` has unit length where `x` is not tiny and is proportional to `x`
-    where it is; its derivative is nowhere larger than `1 / (sqrt(n) FLOOR)`.
+    This is the one safe normalization: `x / floored_norm(x)` has unit length unless `x` is tiny, where it is
+    proportional to `x`. Its derivative nowhere exceeds `1 / (sqrt(n) FLOOR)`.
 
     >>> x = torch.zeros(4, requires_grad=True)
     >>> (x / floored_norm(x)).sum().backward()
@@ -63,7 +63,7 @@ def rms_norm(x: Float[Tensor, "... width"], gain: Float[Tensor, " width"], eps: 
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     scale = 1 + gain.to(dtype)
-    # F.rms_norm takes 1.3 to 3.6 times as long eagerly on a CPU, but for a few tokens; elsewhere it is one kernel.
+    # On a CPU, eager F.rms_norm takes 1.3 to 3.6 times as long, except for a few tokens; elsewhere it is one kernel.
     if torch.compiler.is_compiling() or x.device.type != "cpu" or few_without_grad(x):
         return F.rms_norm(x.to(dtype), scale.shape, scale, eps).to(x.dtype)
     y = RMSNormFunction.apply(x, scale, eps)
@@ -72,16 +72,16 @@ def rms_norm(x: Float[Tensor, "... width"], gain: Float[Tensor, " width"], eps: 
 
 
 def few_without_grad(x: Tensor) -> bool:
-    """Whether these are the few tokens of decoding, where calls cost more than what they compute."""
+    """Whether these are the few tokens of a decode step, where the overhead of calls exceeds their work."""
     return x.numel() <= FEW_NUMEL and not torch.is_grad_enabled()
 
 
 FEW_NUMEL = 2**11
-"""Elements up to which a call on a CPU costs more than its work."""
+"""Up to this many elements, a call on a CPU costs more than its work."""
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """y = x r scale with r = 1/rms(x), saving x alone and reading it as few times as eager can."""
+    """y = x r scale with r = 1/rms(x). It saves only x, and reads it as few times as eager mode can."""
 
     @staticmethod
     def forward(x: Tensor, scale: Tensor, eps: float) -> Tensor:
@@ -95,7 +95,7 @@ class RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        # All operations here are differentiable ones on saved inputs, so that differentiating twice is right.
+        # Every operation here is differentiable in the saved inputs, so that second derivatives are right.
         x, scale = ctx.saved_tensors
         x_wide = x.to(scale.dtype)
         r = inverse_rms(x_wide, ctx.eps)
@@ -107,13 +107,13 @@ class RMSNormFunction(torch.autograd.Function):
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps) over the last axis, kept."""
-    # A norm reads x once where square().mean() also writes it.
+    """1 / sqrt(mean(x^2) + eps) over the last axis, which is kept."""
+    # A norm only reads x, while square().mean() also writes a copy of it.
     return torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1] + eps)
 
 
-# Polar Express (Amsel et al., 2025): six odd polynomials that together take singular values in [1e-3, 1] to 1 +- 0.007;
-# the safety factor 1.01 is applied.
+# Polar Express (Amsel et al., 2025): six odd polynomials that together take singular values in [1e-3, 1] to 1 +- 0.007.
+# The safety factor of 1.01 is already applied.
 POLAR_EXPRESS = (
     (8.205160414005574, -22.90193498705605, 16.460724910180314),
     (4.066395159942775, -2.8611540867551426, 0.5183995226694741),
@@ -125,7 +125,7 @@ POLAR_EXPRESS = (
 
 
 def polar(M: Float[Tensor, "*batch r d"]) -> Float[Tensor, "*batch r d"]:
-    """The polar factor `(M M^T)^{-1/2} M` of wide matrices by Polar Express; smooth, so that training can pass through.
+    """The polar factor `(M M^T)^{-1/2} M` of wide matrices by Polar Express; smooth, so gradients can pass through it.
 
     >>> polar(torch.diag(torch.tensor([3.0, 4.0]))).round(decimals=1)
     tensor([[1., 0.],
@@ -141,7 +141,7 @@ def polar(M: Float[Tensor, "*batch r d"]) -> Float[Tensor, "*batch r d"]:
 Triples = Sequence[tuple[float, float, float]]
 
 CACHED_NUMEL = 2**17
-"""Elements orthogonalized together on a CPU: small matrices gain up to half, stacks that leave the cache lose."""
+"""Elements orthogonalized at once on a CPU: batching speeds up small matrices, but not beyond the cache."""
 
 
 def polar_express(G: Tensor, steps: int = 6) -> Tensor:
@@ -175,7 +175,7 @@ def polar_express(G: Tensor, steps: int = 6) -> Tensor:
 
 
 def polar_dtype(G: Tensor) -> torch.dtype:
-    """What to iterate in: G's own dtype where its matmuls are fast or exact, else fp32."""
+    """The dtype to iterate in: that of G where its matmuls are fast or exact, and fp32 otherwise."""
     # A CPU without AMX multiplies bf16 at half the speed of fp32, and bf16 leaves singular values up to 1.31.
     if G.dtype == torch.bfloat16 and G.device.type != "cpu":
         return G.dtype
@@ -183,8 +183,8 @@ def polar_dtype(G: Tensor) -> torch.dtype:
 
 
 def gram_pays(X: Tensor) -> bool:
-    """Whether the Gram form is faster and safe: matrices at least twice as wide as high, multiplied in full fp32."""
-    # In bf16, and so in what stands in for fp32 below "highest", squaring the condition number lets it blow up.
+    """Whether the Gram form is faster and safe: matrices at least twice as wide as high, multiplied in true fp32."""
+    # In bf16, and in what replaces fp32 below "highest" precision, squaring the condition number makes it diverge.
     exact = X.dtype == torch.float64 or (X.dtype == torch.float32 and _multiplies_exactly())
     return exact and X.shape[-1] >= 2 * X.shape[-2]
 
@@ -193,12 +193,12 @@ def _multiplies_exactly() -> bool:
     try:
         return torch.get_float32_matmul_precision() == "highest"
     except RuntimeError:
-        # torch refuses the question where a precision was chosen by its newer names.
+        # torch refuses to answer if the precision was set through its newer API.
         return False
 
 
 def iterate_plain(X: Tensor, triples: Triples) -> Tensor:
-    """X <- a X + (b A + c A^2) X, A = X X^T, once per triple: the definition."""
+    """X <- a X + (b A + c A^2) X with A = X X^T, once per triple: the definition."""
     for a, b, c in triples:
         A = X @ X.mT
         X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
@@ -206,9 +206,9 @@ def iterate_plain(X: Tensor, triples: Triples) -> Tensor:
 
 
 def iterate_gram(X: Tensor, triples: Triples) -> Tensor:
-    """The same on the small A alone: P = a I + b A + c A^2, Q <- P Q, A <- P A P, and X <- Q X after three triples."""
-    # Without the return to X half-way, A's rounding error, 6e-8 beside squared singular values of 1e-6, is all there
-    # is to go by: singular values of 1e-3 then end at 0.967. Three steps have made them 0.13.
+    """The same on the small A alone: P = a I + b A + c A^2, Q <- P Q, A <- P A P; X <- Q X every third triple."""
+    # Rounding errors of A (6e-8) swamp squared singular values of 1e-6. Without returning to X halfway, singular values
+    # of 1e-3 would end at 0.967; after three triples they have grown to 0.13.
     for start in range(0, len(triples), 3):
         A = X @ X.mT
         Q = P = polynomial(A, triples[start])

@@ -1,4 +1,4 @@
-"""Which code a function is made of: a result belongs to it."""
+"""Hashes of the code that a function is made of; a result belongs to its code."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ OURS = __name__.partition(".")[0]
 
 
 def hash_of(function: Callable[..., Any]) -> str | None:
-    """A hash of the source that a user's function is defined in, comments and layout aside; None for one of ours.
+    """A hash of the source that defines a user's function, ignoring comments and layout; None for one of looptim's.
 
-    Of a module it is `hash_of_module`, since parts lean on what stands around them; of a notebook or a console, the
-    function with all that it names there.
+    For a function in a module this is `hash_of_module`, since parts depend on the code around them. For one from a
+    notebook or a console, it covers the function and everything it names there.
 
     >>> hash_of(hash_of) is None
     True
@@ -40,7 +40,7 @@ def hash_of(function: Callable[..., Any]) -> str | None:
 
 
 def hash_of_module(name: str) -> str | None:
-    """Of a module's file, without the calls and conditions at its top level, and of those of one's own it imports."""
+    """A hash of a module's file, ignoring top-level calls and conditions, and of the user's modules that it imports."""
     trees = _trees(name)
     return _digest(trees) if trees else None
 
@@ -50,7 +50,7 @@ def _digest(content: list[str]) -> str:
 
 
 def _trees(home: str) -> list[str]:
-    """The syntax trees of a module and of those of one's own that it imports; none without a source."""
+    """The syntax trees of a module and of the user's modules that it imports; empty if there is no source."""
     found: dict[str, str] = {}
     names = [home]
     while names:
@@ -69,11 +69,11 @@ def _trees(home: str) -> list[str]:
 
 
 def _text(name: str, home: str) -> str | None:
-    """The source of a module that is the user's: of the same package as `home`, or not installed."""
+    """The source of a module if it is the user's: in the same package as `home`, or not installed."""
     top = name.partition(".")[0]
     if top == OURS or (top != home.partition(".")[0] and not _is_loose(top)):
         return None
-    # A file that a reference names was read once, and that text is what runs.
+    # A file named by a reference is read once, and the text that was read is what runs.
     text, file = getattr(sys.modules.get(name), "__source__", None), _file(name)
     if text is None and file is not None:
         with suppress(OSError, UnicodeDecodeError):
@@ -94,14 +94,14 @@ def _file(name: str) -> Path | None:
 
 
 def _is_loose(top: str) -> bool:
-    """Whether a module, or a package, is neither Python's nor installed."""
+    """Whether a module or package belongs neither to Python nor to an installed distribution."""
     file = _file(top)
     libraries = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
     return file is not None and not any(file.resolve().is_relative_to(library) for library in libraries)
 
 
 def _imported(tree: ast.Module, name: str) -> Iterator[str]:
-    """The modules that a module may import, wherever in its source, and the packages around them."""
+    """The modules that a module may import anywhere in its source, and their parent packages."""
     file = _file(name)
     package = name.split(".") if file is not None and file.stem == "__init__" else name.split(".")[:-1]
     for node in ast.walk(tree):
@@ -111,18 +111,18 @@ def _imported(tree: ast.Module, name: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             around = package[: len(package) - node.level + 1] if node.level else []
             origin = ".".join([*around, *filter(None, [node.module])])
-            # What is imported from a package may be a module of it.
+            # A name imported from a package may be a module.
             named = [origin, *(f"{origin}.{alias.name}" for alias in node.names)]
         for each in named:
             yield from accumulate(each.split("."), "{}.{}".format)
 
 
 SKIPPED = {"__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__static_attributes__"}
-"""Attributes of a class that do not say what it does."""
+"""Attributes of a class that do not affect what it does."""
 
 
 def _made(value: Any, home: str, seen: set[int]) -> Any:
-    """What Python made of a value: of a function, class or object of `home` its bytecode, and all that it names."""
+    """What Python compiled: the bytecode of functions, classes and objects of `home`, and of everything they name."""
     inner = functools.partial(_made, home=home, seen=seen)
     match value:
         case types.CodeType():
@@ -151,7 +151,7 @@ def _made(value: Any, home: str, seen: set[int]) -> Any:
 
 
 def _scope(function: types.FunctionType) -> dict[str, Any]:
-    """What a function, and those inside it, use of the scopes around it."""
+    """What a function, and functions nested in it, use from the scopes around them."""
     scope: dict[str, Any] = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         # A cell is empty until its name is defined.

@@ -57,9 +57,7 @@ class Config(Strict):
             )
         loops = self.train.loops
         if loops.readouts and loops.scheme == "parcae":
-            raise ValueError(
-                "train.loops.readouts does not work with scheme = 'parcae', where sequences wait; use another"
-            )
+            raise ValueError("train.loops.readouts cannot be combined with train.loops.scheme = 'parcae'; drop one")
         if loops.readout_prior and (min(loops.readout_prior) < 0 or not any(loops.readout_prior)):
             raise ValueError(f"train.loops.readout_prior must be weights, some positive, got {loops.readout_prior}")
         looped = [segment.loops for segment in self.model.segments if segment.loops is not None]

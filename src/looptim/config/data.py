@@ -35,6 +35,6 @@ class DataConfig(Strict):
         if self.valid_fold and (self.valid_fold + 1) * self.valid_fraction > 1:
             raise ValueError(
                 f"valid_fold ({self.valid_fold}) does not exist: with valid_fraction ({self.valid_fraction}) "
-                f"number {int(1 / self.valid_fraction)}, from 0"
+                f"there are {int(1 / self.valid_fraction)} folds, numbered from 0"
             )
         return self

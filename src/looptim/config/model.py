@@ -158,8 +158,8 @@ class ModelConfig(Strict):
         largest = max(rows, key=lambda name: rows[name])
         if rows[largest] * self.width > LARGEST:
             raise ValueError(
-                f"width ({self.width}) times {largest} ({rows[largest]}) are the elements of one matrix, and no machine holds more than "
-                f"{LARGEST:,}; lower one of them"
+                f"width ({self.width}) times {largest} ({rows[largest]}) makes a matrix of more than "
+                f"{LARGEST:,} elements; lower one of them"
             )
         looped = any(segment.loops is not None for segment in self.segments)
         if looped and self.loop.preset == "none":

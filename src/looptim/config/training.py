@@ -78,7 +78,7 @@ class TrainConfig(Strict):
 
 
 class ParallelConfig(Strict):
-    """How processes share a model. Every process takes rows of the batch, and the results do not depend on the sharing."""
+    """How processes share a model; each takes rows of the batch, and the results do not depend on it."""
 
     replicate: int = Field(
         1, ge=1, description="Number of model copies; set it to the number of nodes to gather within nodes."
