@@ -30,6 +30,13 @@ export function select(label: string, options: [string, string][], change: (valu
   return el("label", { class: "control" }, label + " ", box);
 }
 
+/** Shade a node by a share from 0 to 1; where its text would fade, which is later on white paper, it turns over. */
+export function darken(node: HTMLElement, share: number): void {
+  node.style.setProperty("--dark", `${Math.round(100 * share)}%`);
+  node.classList.toggle("deep", share > 0.55);
+  node.classList.toggle("deepest", share > 0.7);
+}
+
 const NAMED: Record<string, string> = { " ": "·", "\n": "↵", "\t": "⇥", "\r": "␍" };
 
 /** A token with its spaces shown, and with what would be invisible or turn the line around written as its number. */

@@ -1,6 +1,6 @@
 // The look page: tokens across, loops down, and everything about the one cell the cursor is on.
 import { Cursor, Data, Exit, Model, rowName } from "./data";
-import { el, percent, select, short, unpack, visible } from "./dom";
+import { darken, el, percent, select, short, unpack, visible } from "./dom";
 import { answers, attention, equation, experts, numbers, optimizer } from "./panels";
 import { Shade, shades } from "./shade";
 
@@ -72,8 +72,7 @@ class View {
     this.cells.forEach((cells, row) => cells.forEach((cell, token) => {
       const value = all[row][token];
       const dark = value === null ? 0 : Math.min(1, Math.max(0, shade.dark(value, low, high)));
-      cell.style.setProperty("--dark", `${Math.round(100 * dark)}%`);
-      cell.classList.toggle("deep", dark > 0.55);
+      darken(cell, dark);
       cell.lastElementChild!.textContent = shade.show(value);
     }));
   }
@@ -111,14 +110,19 @@ class View {
     row = Math.min(row, this.cells.length - 1);
     const says = visible(this.data.pieces[lens.top[row][token][0]]);
     const rank = lens.rank[row][token];
-    const truth = rank === null ? "" : ` The true token has rank ${rank} and ${percent(lens.true[row][token])}.`;
+    const truth = rank === null ? "" : ` The true next token has rank ${rank} (${percent(lens.true[row][token])}).`;
     const left = this.model.left;
-    const real = left ? ` It really left after ${left.depths[token]} and said “${visible(this.data.pieces[left.says[token]])}” ` +
-      `with ${percent(left.probability[token])}.` : "";
-    return `After “${visible(this.data.pieces[this.data.tokens[token]])}” at ${rowName(this.model, row)} it would say ` +
-      `“${says}” with ${percent(lens.probability[row][token][0])}.${truth} KL to the last loop ` +
-      `${short(lens.kl[row][token])}. The answer settles at ${rowName(this.model, lens.settles[token])}.${real}`;
+    const real = left ? ` With early exit the token left after ${left.depths[token]} and predicted ` +
+      `“${visible(this.data.pieces[left.says[token]])}” (${percent(left.probability[token])}).` : "";
+    return `After “${visible(this.data.pieces[this.data.tokens[token]])}”, ${the(this.model, row)} predicts “${says}” ` +
+      `(${percent(lens.probability[row][token][0])}).${truth} KL divergence to the last loop: ${short(lens.kl[row][token])}. ` +
+      `The prediction settles at ${the(this.model, lens.settles[token])}.${real}`;
   }
+}
+
+/** A row in the middle of a sentence. */
+function the(model: Model, row: number): string {
+  return model.rows[row].step ? rowName(model, row) : `the ${rowName(model, row)}`;
 }
 
 /** How deep each token goes under an exit: it leaves after the first step, from `minimum` on, that is below. */
@@ -128,6 +132,12 @@ function depths(exit: Exit, threshold: number, minimum: number): number[] {
     return left < 0 ? exit.values.length : left + 1;
   });
 }
+
+/** What the signals of `lo.depth.Exit` measure. */
+const SIGNALS: Record<string, string> = {
+  residual: "residual ‖t − o‖ / ‖t‖", change: "change ‖Y′ − Y‖ / ‖Y′‖", acceleration: "acceleration of the state",
+  kl: "KL to the loop before", entropy: "entropy (nats)", margin: "1 − margin of the top two",
+};
 
 function exits(models: Model[], views: View[]): HTMLElement {
   const names = [...new Set(models.flatMap((model) => model.exits.map((exit) => exit.signal)))];
@@ -156,16 +166,17 @@ function exits(models: Model[], views: View[]): HTMLElement {
       const real = found ? null : model.left;
       views[index].leave(found ?? real?.depths ?? null);
       const mean = (all: number[]) => `mean ${short(all.reduce((a, b) => a + b) / all.length)} of ${exit!.values.length} loops`;
-      return real ? `${mean(real.depths)}, run for real (${real.rule})` : exit && found ? mean(found) : "all loops";
+      return real ? `${mean(real.depths)}, measured with early exit (${real.rule})` : exit && found ? mean(found) : "every token runs all loops";
     });
-    const estimated = Number(exact.value) > 0 ? " The rule is applied to what a run at full depth recorded: " +
+    const estimated = Number(exact.value) > 0 ? " This is an estimate from a run at full depth: " +
       "a token that really left would also change what later tokens see." : "";
-    said.textContent = `${parts.join("; ")}.${estimated}`;
+    const text = `${parts.join("; ")}.${estimated}`;
+    said.textContent = text[0].toUpperCase() + text.slice(1);
   }
   apply();
-  return el("fieldset", {}, el("legend", {}, "Exit"),
-    select("leave when", names.map((name) => [name, name]), (value) => { signal = value; slide(); }),
-    el("label", { class: "control" }, "is below ", slider, exact), el("label", { class: "control" }, "after at least ", least), said);
+  return el("fieldset", {}, el("legend", {}, "Early exit"),
+    select("a token leaves when its", names.map((name) => [name, SIGNALS[name] ?? name]), (value) => { signal = value; slide(); }),
+    el("label", { class: "control" }, "is below ", slider, exact), el("label", { class: "control" }, "after at least ", least, " loops"), said);
 }
 
 async function main(): Promise<void> {
@@ -186,10 +197,10 @@ async function main(): Promise<void> {
   document.title = `${data.models.map((model) => model.name).join(" and ")} · looptim look`;
   page.replaceChildren(
     el("header", {},
-      el("h1", {}, "What a loop thinks"),
-      el("p", { class: "note" }, "Each cell is what the model would say next if its loop ended there: the state is read " +
-        "out and goes through the coda and the head. Point at a cell or use the arrow keys. Bold is right; a bar on top " +
-        "marks where the answer settles."),
+      el("h1", {}, "Inside the loop"),
+      el("p", { class: "note" }, "The text runs across, the loops run down. Each cell is the model’s top prediction for the " +
+        "next token if it stopped looping there. Point at a cell or use the arrow keys for details. Bold and underlined: the " +
+        "prediction is the token that really comes next. Orange bar on top: from here on the prediction no longer changes."),
       el("div", { class: "controls" },
         select("shade by", Object.entries(known).map(([name, shade]) => [name, shade.title]), paint),
         exits(data.models, views)),

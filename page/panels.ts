@@ -1,6 +1,6 @@
 // What stands below the grid: one panel for each question about the cell the cursor is on.
 import { Cursor, Data, Equation, Layer, Model, Quantity, rowName } from "./data";
-import { el, percent, select, short, svg, visible } from "./dom";
+import { darken, el, percent, select, short, svg, visible } from "./dom";
 import { cellOf } from "./shade";
 
 function panel(name: string, title: string, ...children: (Node | string)[]): HTMLElement {
@@ -16,14 +16,14 @@ const bar = (share: number) => {
 export function equation(row: Equation): HTMLElement {
   const parts: [string, string][] = [
     ["target", `t = ${row.target}`], ["start", `Y₀ = ${row.start}`], ["read-out", row.readout],
-    ["written through", `${row.input_map}, ${row.aligned ? "which it reads with: aligned" : "not the map it reads with"}`],
+    ["writes through", `${row.input_map}, ${row.aligned ? "the map it reads through (aligned)" : "not the map it reads through (mismatch)"}`],
     ...row.where.map((text): [string, string] => ["where", text]),
   ];
   return el("details", { class: "equation" },
     el("summary", {}, el("b", {}, row.name), " ", el("span", { class: "math" },
       `${row.rule},  G = xᵀ L′(o),  o = ${row.projection},  L = ${row.objective},  η = ${row.step},  λ = ${row.decay},  x = ${row.input_map}`)),
     el("p", { class: "note" }, (row.steps ? `${row.steps} loops. ` : "") +
-      `${row.loop_specific ? "Each loop has parameters of its own" : "All loops have the same parameters"}. ${row.summary}`),
+      `${row.loop_specific ? "Each loop has its own transition parameters" : "All loops share one transition"}. ${row.summary}`),
     el("dl", {}, ...parts.flatMap(([name, text]) => [el("dt", {}, name), el("dd", { class: "math" }, text)])));
 }
 
@@ -35,12 +35,12 @@ export function answers(data: Data, model: Model, { token, row }: Cursor): HTMLE
     return el("li", id === next ? { class: "right" } : {},
       bar(chance), el("bdi", {}, visible(data.pieces[id])), el("span", { class: "value" }, percent(chance)));
   }));
-  const truth = next === undefined ? "" : ` The text goes on with “${visible(data.pieces[next])}”.`;
-  return panel("says", `After ${rowName(model, row)}, it would say`,
-    el("p", { class: "note" }, `Next to “${visible(data.pieces[data.tokens[token]])}”.${truth}`), list);
+  const truth = next === undefined ? "" : `; the text continues with “${visible(data.pieces[next])}”`;
+  return panel("says", `Predictions at ${rowName(model, row)}`,
+    el("p", { class: "note" }, `After “${visible(data.pieces[data.tokens[token]])}”${truth}.`), list);
 }
 
-const [WIDTH, HEIGHT, LEFT] = [200, 84, 6];
+const [WIDTH, HEIGHT, LEFT] = [200, 98, 6];
 
 function line(points: (number | null)[], x: (i: number) => number, y: (v: number) => number, name: string): SVGElement {
   let path = "";
@@ -49,6 +49,9 @@ function line(points: (number | null)[], x: (i: number) => number, y: (v: number
   });
   return svg("path", { d: path, class: name });
 }
+
+const label = (text: string, x: number, y: number, anchor: string) =>
+  svg("text", { x, y, "text-anchor": anchor, class: "tick", "aria-hidden": "true" }, text);
 
 /** One quantity over the loops: a line for each stream of the token, over the range of all tokens. */
 function chart(model: Model, quantity: Quantity, { token, row }: Cursor): HTMLElement {
@@ -61,7 +64,7 @@ function chart(model: Model, quantity: Quantity, { token, row }: Cursor): HTMLEl
   let [low, high] = [Math.min(...known), Math.max(...known)];
   if (low === high) [low, high] = [low - 0.5, high + 0.5];
   const x = (i: number) => LEFT + (i / Math.max(1, model.rows.length - 1)) * (WIDTH - 2 * LEFT);
-  const y = (value: number) => 4 + (1 - (value - low) / (high - low)) * (HEIGHT - 8);
+  const y = (value: number) => 16 + (1 - (value - low) / (high - low)) * (HEIGHT - 36);
   const spans = all.map((values, i) => (values.length
     ? svg("line", { x1: x(i), x2: x(i), y1: y(Math.min(...values)), y2: y(Math.max(...values)), class: "range" })
     : svg("g")));
@@ -71,7 +74,9 @@ function chart(model: Model, quantity: Quantity, { token, row }: Cursor): HTMLEl
     el("figcaption", {}, el("b", {}, quantity.title), ` ${quantity.meaning}`),
     el("span", { class: "value" }, value),
     svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${quantity.title}: ${value}` },
-      ...spans, svg("line", { x1: x(row), x2: x(row), y1: 0, y2: HEIGHT, class: "cursor" }),
+      ...spans, svg("line", { x1: x(row), x2: x(row), y1: 14, y2: HEIGHT - 16, class: "cursor" }),
+      label(short(Math.max(...known)), 0, 10, "start"), label(short(Math.min(...known)), 0, HEIGHT - 3, "start"),
+      label(rowName(model, row), WIDTH, HEIGHT - 3, "end"),
       ...lines.map((points, stream) => line(points, x, y, `stream s${stream % 4}`)),
       ...lines.map((points, stream) => (points[row] === null ? svg("g")
         : svg("circle", { cx: x(row), cy: y(points[row]!), r: 3, class: `stream s${stream % 4}` })))));
@@ -79,7 +84,7 @@ function chart(model: Model, quantity: Quantity, { token, row }: Cursor): HTMLEl
 
 export function optimizer(model: Model, at: Cursor): HTMLElement {
   return panel("optimizer", "The optimizer’s view",
-    el("p", { class: "note" }, "This token over the loops, a line for each stream; gray is the range of all tokens."),
+    el("p", { class: "note" }, "This token from loop to loop, one line per stream. Gray bars show the range over all tokens."),
     el("div", { class: "charts" }, ...model.quantities.map((quantity) => chart(model, quantity, at))));
 }
 
@@ -105,17 +110,16 @@ export function attention(
   const text = el("p", { class: "text" }, ...data.tokens.map((id, place) => {
     const share = place <= token ? weights.get(place) ?? 0 : 0;
     const word = el("bdi", { title: share ? percent(share) : "", class: place === token ? "here" : "" }, visible(data.pieces[id]));
-    word.style.setProperty("--dark", `${Math.round((100 * share) / most)}%`);
-    word.classList.toggle("deep", share / most > 0.55);
+    darken(word, share / most);
     return word;
   }));
   const list = el("ol", { class: "answers" }, ...source[token].map((from, place) => [from, weight[token][place]])
     .filter(([, share]) => share > 0).map(([from, share]) =>
       el("li", {}, bar(share), el("bdi", {}, visible(data.pieces[data.tokens[from]])), el("small", {}, ` ${from - token || "itself"}`),
         el("span", { class: "value" }, percent(share)))));
-  return panel("attention", "Where it looks",
+  return panel("attention", "Attention",
     el("div", { class: "controls" }, chooser(model.layers, index, choose)),
-    el("p", { class: "note" }, `Visit ${visit + 1} of ${layer.attention.length}: the mean of the heads, the eight strongest sources.`),
+    el("p", { class: "note" }, `Visit ${visit + 1} of ${layer.attention.length}. The eight tokens with the largest weight, averaged over heads.`),
     text, list);
 }
 
@@ -126,7 +130,7 @@ export function experts(model: Model, { token, row }: Cursor, index: number, cho
   const now = visitAt(layer, model, row, layer.experts.length);
   const chosen = layer.experts.map((visit) => visit.chosen);
   const share = (a: number[], b: number[]) => a.filter((expert) => b.includes(expert)).length / a.length;
-  const visits = el("table", {}, el("tr", {}, el("th", {}, "visit"), el("th", {}, "experts of this token, with their weights")),
+  const visits = el("table", {}, el("tr", {}, el("th", {}, "visit"), el("th", {}, "experts of this token (weight)")),
     ...layer.experts.map((visit, i) => el("tr", i === now ? { class: "at" } : {}, el("th", { scope: "row" }, String(i + 1)),
       el("td", {}, visit.chosen[token].map((expert, place) => `${expert} (${short(visit.weight[token][place])})`).join(", ")))));
   const overlap = el("table", { class: "overlap" },
@@ -134,20 +138,19 @@ export function experts(model: Model, { token, row }: Cursor, index: number, cho
     ...chosen.map((from, i) => el("tr", {}, el("th", { scope: "row" }, String(i + 1)), ...chosen.map((to, j) => {
       const mean = from.reduce((sum, experts, each) => sum + share(experts, to[each]), 0) / from.length;
       const cell = el("td", {}, percent(mean));
-      cell.style.setProperty("--dark", `${Math.round(100 * mean)}%`);
-      cell.classList.toggle("deep", mean > 0.55);
+      darken(cell, mean);
       return cell;
     }))));
-  return panel("experts", "Whom it asks",
+  return panel("experts", "Experts",
     el("div", { class: "controls" }, chooser(model.layers, model.layers.indexOf(layer), choose)), visits,
-    el("p", { class: "note" }, "Share of the experts that two visits have in common, over all tokens:"),
+    el("p", { class: "note" }, "Share of experts that two visits have in common, averaged over all tokens:"),
     el("div", { class: "scroll" }, overlap));
 }
 
 /** Everything about one token as a table, which a screen reader can read. */
 export function numbers(data: Data, model: Model, { token, row }: Cursor): HTMLElement {
   const { lens, quantities } = model;
-  const head = ["after", "says", "probability", "true token", "rank", "KL", ...quantities.map((each) => each.title)];
+  const head = ["after", "predicts", "probability", "true token", "its rank", "KL", ...quantities.map((each) => each.title)];
   const rows = model.rows.map((_, i) => [
     visible(data.pieces[lens.top[i][token][0]]), percent(lens.probability[i][token][0]), percent(lens.true[i][token]),
     String(lens.rank[i][token] ?? "–"), short(lens.kl[i][token]), ...quantities.map(({ values }) => {
@@ -155,7 +158,7 @@ export function numbers(data: Data, model: Model, { token, row }: Cursor): HTMLE
       return Array.isArray(cell) ? cell.map(short).join(" ") : short(cellOf(values, i, token));
     }),
   ]);
-  return panel("numbers", "The same as a table", el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "numbers" },
+  return panel("numbers", "As a table", el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "numbers" },
     el("table", {}, el("caption", {}, `Token ${token + 1} of ${data.tokens.length}, “${visible(data.pieces[data.tokens[token]])}”`),
       el("tr", {}, ...head.map((name) => el("th", { scope: "col" }, name))),
       ...rows.map((cells, i) => el("tr", i === row ? { class: "at" } : {}, el("th", { scope: "row" }, rowName(model, i)),

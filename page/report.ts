@@ -3,6 +3,7 @@ import { Plot, count, isDark, onScheme, swatch } from "./chart";
 import { onPaper } from "./curves";
 import { el, select, unpack, visible } from "./dom";
 import { forest } from "./forest";
+import { heat } from "./heat";
 import { equation } from "./panels";
 import { Cell, Data, Table, View } from "./report_data";
 
@@ -49,7 +50,7 @@ function controls(data: Data, view: View, redraw: () => void): HTMLElement {
       (value) => { view.bits = value === "bits"; });
   const ends = data.charts.filter((chart) => chart.x === "training tokens").flatMap((chart) => chart.lines.flatMap((line) => line.x.slice(-1)));
   if (ends.length)
-    choose("show", [...SHARES, ["", "what was dragged"]], view.range ? "" : "1", (value) => {
+    choose("show", [...SHARES, ["", "the zoomed part"]], view.range ? "" : "1", (value) => {
       const end = Math.max(...ends);
       if (value) view.range = value === "1" ? null : [end * (1 - Number(value)), end];
     });
@@ -80,7 +81,7 @@ function samples(data: Data, view: View): HTMLElement {
     const found = texts.find((text) => text.tokens === at);
     return el("td", {}, found ? el("bdi", {}, el("span", { class: "prompt" }, readable(prompt)), readable(found.text)) : "–");
   })));
-  return el("section", { class: "samples" }, el("h2", {}, "What it writes, over training"),
+  return el("section", { class: "samples" }, el("h2", {}, "Samples during training"),
     el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "samples" }, el("table", {},
       el("tr", {}, el("th", { scope: "col" }, "tokens"), ...shown.map(({ group }) => el("th", { scope: "col" }, el("bdi", {}, data.groups[group].name)))),
       ...rows)));
@@ -100,7 +101,7 @@ async function main(): Promise<void> {
     bar.replaceChildren(controls(data, view, redraw));
     plots.forEach((plot) => plot.draw());
     written.replaceChildren(samples(data, view));
-    differences.replaceChildren(...data.forests.map((each) => forest(each, data, view)));
+    differences.replaceChildren(...data.forests.map((each) => forest(each, data, view)), ...data.heats.map((each) => heat(each, data, view)));
     if (data.watch) history.replaceState(null, "", `#${encodeURIComponent(JSON.stringify(view))}`);
   }
   document.title = `${data.title} · looptim report`;

@@ -30,8 +30,12 @@ export interface Chart {
   lines: Line[];
 }
 
-export interface Interval { group: number; mean: number; half: number | null; values: number[] }
-export interface Forest { title: string; caption: string; x: string; rows: Interval[] }
+/** A mean with the ends of its interval, and what it is a mean of. */
+export interface Interval { group: number; mean: number; low: number | null; high: number | null; values: number[] }
+/** Intervals, a row each; `marks` are the values of vertical lines, and `signed` ones are differences. */
+export interface Forest { title: string; caption: string; x: string; marks: number[]; signed: boolean; rows: Interval[] }
+/** Shares, a row for each group; the borders of a row stand after so many columns. */
+export interface Heat { title: string; caption: string; columns: string[]; rows: { group: number; values: (number | null)[]; borders: number[] }[] }
 export interface Sample { step: number; tokens: number; text: string }
 export interface Samples { group: number; prompt: string; texts: Sample[] }
 export interface Cell { text: string; sub: string; sup: string; mark: "bold" | "underline" | null }
@@ -44,6 +48,7 @@ export interface Data {
   groups: Group[];
   charts: Chart[];
   forests: Forest[];
+  heats: Heat[];
   equations: Equation[];
   samples: Samples[];
   tables: Table[];

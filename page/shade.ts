@@ -23,23 +23,23 @@ export function cellOf(values: Model["quantities"][0]["values"], row: number, to
 export function shades(data: Data): Record<string, Shade> {
   const found: Record<string, Shade> = {
     probability: {
-      title: "probability of what it would say",
+      title: "probability of the top prediction",
       value: (model, row, token) => model.lens.probability[row][token][0],
       show: percent, dark: (value) => value,
     },
     true: {
-      title: "probability of the true token",
+      title: "probability of the true next token",
       value: (model, row, token) => model.lens.true[row][token],
       show: percent, dark: (value) => value,
     },
     rank: {
-      title: "rank of the true token",
+      title: "rank of the true next token",
       value: (model, row, token) => model.lens.rank[row][token],
       show: (value) => (value === null ? "–" : `#${value}`),
       dark: (value, _, high) => 1 - between(Math.log(value), 0, Math.log(high)),
     },
     kl: {
-      title: "KL to the last loop (nats)",
+      title: "KL divergence to the last loop (nats)",
       value: (model, row, token) => model.lens.kl[row][token],
       show: short, dark: (value, low, high) => between(Math.sqrt(value), Math.sqrt(low), Math.sqrt(high)),
     },

@@ -21,7 +21,7 @@ def test_help_answers_fast_because_torch_is_not_imported():
     assert "zoo" in done.stdout
     assert "diagnose" in done.stdout
     # The first sentence of each verb's help fits its line.
-    assert "..." not in done.stdout
+    assert "..." not in done.stdout.partition("Commands:")[2]
     assert seconds < 0.3
     probe = "import sys, looptim, looptim.cli; assert not {'torch', 'numpy', 'pydantic'} & sys.modules.keys()"
     assert subprocess.run([sys.executable, "-c", probe]).returncode == 0

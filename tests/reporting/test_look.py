@@ -135,7 +135,7 @@ def test_the_cursor_moves_in_all_panels(tmp_path, open_page):
         page.keyboard.press(key)
     # Loop 2 and the third token.
     assert page.locator("td.at").count() == 1 and "at" in cell(page, 2, 2).get_attribute("class")
-    assert page.locator(".says h3").inner_text() == "After loop 2, it would say"
+    assert page.locator(".says h3").inner_text() == "Predictions at loop 2"
     shown = [float(text.rstrip("%")) for text in page.locator(".says .value").all_inner_texts()]
     assert shown == pytest.approx([100 * chance for chance in data["lens"]["probability"][2][2]], rel=6e-3)
     for quantity in data["quantities"]:
@@ -150,16 +150,16 @@ def test_the_cursor_moves_in_all_panels(tmp_path, open_page):
     assert f"rank {data['lens']['rank'][2][2]}" in page.locator("[role=status]").inner_text()
     page.keyboard.press("Home")
     page.keyboard.press("PageUp")
-    assert page.locator(".says h3").inner_text() == "After start, it would say"
+    assert page.locator(".says h3").inner_text() == "Predictions at start"
 
 
 def test_pointing_shows_and_leaving_returns(tmp_path, open_page):
     page = open_page(look(tmp_path))
     cell(page, 1, 1).click()
     cell(page, 2, 3).hover()
-    assert page.locator(".says h3").inner_text() == "After loop 2, it would say"
+    assert page.locator(".says h3").inner_text() == "Predictions at loop 2"
     page.locator("h1").hover()
-    assert page.locator(".says h3").inner_text() == "After loop 1, it would say"
+    assert page.locator(".says h3").inner_text() == "Predictions at loop 1"
 
 
 def test_two_models_share_the_cursor_and_the_shade(tmp_path, open_page):
@@ -167,7 +167,7 @@ def test_two_models_share_the_cursor_and_the_shade(tmp_path, open_page):
     page = open_page(pair.path)
     cell(page.locator(".model").nth(1), 1, 4).click()
     assert page.locator(".model").nth(0).locator("td.at").count() == 1
-    assert page.locator(".says h3").all_inner_texts() == ["After loop 1, it would say"] * 2
+    assert page.locator(".says h3").all_inner_texts() == ["Predictions at loop 1"] * 2
     page.locator("select").first.select_option("rank")
     assert re.fullmatch(r"#\d+", cell(page.locator(".model").nth(0), 1, 4).locator("small").inner_text())
     # The last token has no true one after it.
@@ -223,15 +223,15 @@ def test_tokens_that_left_for_real(tmp_path, open_page):
     left = packed((tmp_path / "look.html").read_text())["models"][0]["left"]
     shown = page.locator("th[data-depth]").evaluate_all("all => all.map(n => Number(n.dataset.depth))")
     assert shown == left["depths"]
-    assert "run for real (entropy < 5" in page.locator("fieldset output").inner_text()
+    assert "measured with early exit (entropy < 5" in page.locator("fieldset output").inner_text()
     cell(page, 1, 3).click()
-    assert f"It really left after {left['depths'][3]}" in page.locator(".said").inner_text()
+    assert f"With early exit the token left after {left['depths'][3]}" in page.locator(".said").inner_text()
     # The slider is about the recording, and at 0 the page goes back to what happened.
     page.get_by_label("threshold, exactly").fill("1000")
     assert "full depth" in page.locator("fieldset output").inner_text()
     assert set(page.locator("fieldset select option").all_inner_texts()) >= {"residual", "kl", "entropy", "margin"}
     page.get_by_label("threshold, exactly").fill("0")
-    assert "run for real" in page.locator("fieldset output").inner_text()
+    assert "measured with early exit" in page.locator("fieldset output").inner_text()
 
 
 @pytest.mark.long

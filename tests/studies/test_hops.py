@@ -4,7 +4,7 @@ import pytest
 
 from looptim.reporting.tables import csv_text
 from looptim.rundir import Run
-from looptim.studies.hops import _updates_to_solve, hop_pictures, hop_tables
+from looptim.studies.hops import _updates_to_solve, hop_heats, hop_pictures, hop_tables
 from looptim.studies.measures import Outcome
 from looptim.studies.spec import load_plan
 
@@ -40,5 +40,11 @@ def test_tables_have_the_hops_the_shortcuts_and_the_loops_at_test_time():
     assert len(by_loops.rows) == 1
     (picture,) = hop_pictures(plan, found)
     assert [axes.get_title() for axes in picture.figure.axes[:2]] == ["vanilla", "operloop"]
-    assert hop_pictures(plan, []) == []
+    (heat,) = hop_heats(plan, found)
+    assert heat["columns"] == ["0", "1", "2"]
+    assert heat["rows"] == [
+        {"group": 0, "values": [1.0, 0.95, 0.5], "borders": [2, 2]},
+        {"group": 1, "values": [1.0, 0.5, 0.97], "borders": [3, 4]},
+    ]
+    assert hop_pictures(plan, []) == [] and hop_heats(plan, []) == []
     assert hop_tables(plan, []) == []

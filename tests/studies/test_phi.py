@@ -7,11 +7,20 @@ import pytest
 from support import config
 
 from looptim.config import ModelConfig
+from looptim.reporting.page import Page
 from looptim.rundir import Run
 from looptim.studies.measures import Outcome
 from looptim.studies.phi import Point, _Problem, bootstrap, fit, interval, is_identified
 from looptim.studies.phi_grid import PhiGrid
-from looptim.studies.phi_page import _check_numerics, block_parameters, measure, points_of, table
+from looptim.studies.phi_page import (
+    PUBLISHED,
+    _check_numerics,
+    block_parameters,
+    measure,
+    points_of,
+    table,
+    with_exponents,
+)
 from looptim.studies.spec import Cell, Plan, Study
 
 PLANTED = {"plain": 0.4, "better": 0.7}
@@ -126,6 +135,12 @@ def test_a_study_becomes_points_a_fit_and_a_table(tmp_path):
     assert [point.transition for point in points] == [None] * 4 + ["vanilla"] * 4
     measured = measure(points, tmp_path / "phi.json", draws=5)
     text = table(plan, measured, found)
+    page = with_exponents(Page("t", [], []), plan, measured)
+    names = [group.name for group in page.groups]
+    assert names[-3:] == [f"{name} (published)" for name in PUBLISHED]
+    (figure,) = page.forests
+    assert [row["mean"] for row in figure["rows"]] == pytest.approx([*measured["phi"].values(), 0.38, 0.459, 0.65])
+    assert (figure["rows"][-2]["low"], figure["rows"][-2]["high"]) == (0.41, 0.53) and figure["rows"][-1]["low"] is None
     assert text.rows[0][0] == "vanilla" and "share 4 runs that are not looped" in text.notes[1]
     assert measure(points[:4], tmp_path / "phi.json") is None
     assert "0 of 8" not in " ".join(text.notes)

@@ -27,7 +27,7 @@ from looptim.studies.archive import pack
 from looptim.studies.figures import _state_norm, draw
 from looptim.studies.grid import Meter, is_finished
 from looptim.studies.measures import Outcome, as_json, compare, outcomes, spikes, stability, state_growth
-from looptim.studies.run import load_plan
+from looptim.studies.run import _Watch, load_plan
 from looptim.studies.tables import tables
 
 pytestmark = pytest.mark.long
@@ -104,7 +104,7 @@ def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("study")
     (folder / "recipe.toml").write_text(RECIPE)
     (folder / "two.toml").write_text(STUDY)
-    lo.study(folder / "two.toml", folder / "out", progress=False)
+    lo.study(folder / "two.toml", folder / "out", progress=False, watch=0.5)
     return folder
 
 
@@ -120,6 +120,7 @@ def test_a_study_leaves_a_table_figures_and_a_page(done):
     assert {"loss.png", "difference.png", "state_norm.png", "grad_norm.png"} <= names
     assert "loops.png" not in names
     page = packed((out / "index.html").read_text())
+    assert page["watch"] is None
     assert [chart["key"] for chart in page["charts"]] == [
         "loss",
         "difference",
@@ -130,6 +131,32 @@ def test_a_study_leaves_a_table_figures_and_a_page(done):
     assert [group["name"] for group in page["groups"]] == ["vanilla", "operloop"]
     assert f"torch: {torch.__version__}" in page["notes"]
     assert len(list((out / "runs").iterdir())) == 4
+
+
+def test_a_page_that_is_watched_shows_the_runs_that_train(done, tmp_path):
+    plan, runs = load_plan(done / "two.toml"), tmp_path / "runs"
+    watch = _Watch(plan, runs, tmp_path, 3600.0)
+    watch()
+    page = packed((tmp_path / "index.html").read_text())
+    assert page["watch"] == 3600.0 and page["charts"] == []
+    # One run is done, another has come to its third step.
+    shutil.copytree(done / "out" / "runs" / plan.cells[0].name, runs / plan.cells[0].name)
+    going = runs / plan.cells[1].name
+    going.mkdir()
+    lines = (done / "out" / "runs" / going.name / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (going / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= 3))
+    shutil.copy(done / "out" / "runs" / going.name / "config.toml", going)
+    watch()
+    assert packed((tmp_path / "index.html").read_text())["charts"] == [], "its time has not come"
+    watch.next = 0
+    watch()
+    page = packed((tmp_path / "index.html").read_text())
+    other = f"{plan.cells[1].variant}, seed {plan.cells[1].seed} (training)"
+    assert [group["name"] for group in page["groups"]] == [plan.cells[0].variant, other]
+    (line,) = (line for line in page["charts"][0]["lines"] if line["group"] == 1 and line["part"] == "training")
+    assert len(line["x"]) == 3
+    with pytest.raises(ValueError, match="follow runs that train"):
+        lo.study(done / "two.toml", tmp_path, jobs=0, watch=1.0)
 
 
 def test_the_table_follows_from_the_runs(done):

@@ -81,6 +81,9 @@ def study(
         typer.Option(metavar="DIR", help="Folder for the runs, which several studies may share. Default: DIR/runs."),
     ] = None,
     jobs: Annotated[int, typer.Option(help="Number of runs to train at the same time; 0 only refreshes the page.")] = 1,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Refresh the page about every ten seconds while the runs train.")
+    ] = False,
     launcher: Annotated[
         str | None, typer.Option(metavar="slurm", help="Submit the runs to SLURM as an array of jobs, and return.")
     ] = None,
@@ -94,6 +97,8 @@ def study(
 
     if launcher not in (None, "slurm") or (sbatch and launcher is None):
         raise ValueError(f"--launcher is slurm or left out, and --sbatch goes with it; got {launcher!r}")
+    if watch and (launcher or not jobs):
+        raise ValueError("--watch follows runs that this command trains; leave out --launcher and --jobs 0")
     if launcher is not None:
         from ..studies.slurm import submit
 
@@ -101,7 +106,7 @@ def study(
         print(f"submitted {', '.join(ids)}; the last writes {out}/index.html when the others are done")
         return
     try:
-        page = looptim.study(file, out, scale=scale, set=set or (), runs=runs, jobs=jobs)
+        page = looptim.study(file, out, scale=scale, set=set or (), runs=runs, jobs=jobs, watch=10.0 if watch else None)
     except KeyboardInterrupt:
         raise StopError(f"stopped; the same command continues {out}") from None
     print((page.parent / "results.md").read_text(encoding="utf-8"))

@@ -99,7 +99,9 @@ class Page:
     charts: Sequence[Chart]
     tables: Sequence[Table] = ()
     forests: Sequence[Mapping[str, Any]] = ()
-    """Differences with intervals: `title`, `caption`, `x`, and `rows` of `group`, `mean`, `half` and `values`."""
+    """Numbers with intervals, as `forest` makes them."""
+    heats: Sequence[Mapping[str, Any]] = ()
+    """Shares as shaded cells: `title`, `caption`, `columns`, and `rows` of `group`, `values` and `borders`."""
     equations: Sequence[Mapping[str, Any]] = ()
     samples: Sequence[Mapping[str, Any]] = ()
     """What was written over training: `group`, `prompt`, and `texts` of `step`, `tokens` and `text`."""
@@ -118,6 +120,7 @@ class Page:
             "groups": [group.as_json() for group in self.groups],
             "charts": [chart.as_json() for chart in self.charts],
             "forests": list(self.forests),
+            "heats": list(self.heats),
             "equations": list(self.equations),
             "samples": list(self.samples),
             "tables": [page_table(table) for table in self.tables],
@@ -129,6 +132,23 @@ class Page:
 
     def _repr_html_(self) -> str:
         return frame(self.html(), height=800)
+
+
+def forest(
+    title: str,
+    caption: str,
+    x: str,
+    rows: Iterable[tuple[int, float, tuple[float, float] | None, Iterable[float]]],
+    *,
+    marks: Sequence[float] = (0,),
+    signed: bool = True,
+) -> dict[str, Any]:
+    """Intervals, one under the other: each of a group, with its mean, its ends and the values it is a mean of."""
+    found = []
+    for group, mean, ends, values in rows:
+        low, high = numbers(ends or (None, None))
+        found.append({"group": group, "mean": mean, "low": low, "high": high, "values": numbers(values)})
+    return {"title": title, "caption": caption, "x": x, "marks": list(marks), "signed": signed, "rows": found}
 
 
 def numbers(values: Iterable[float | None]) -> list[float | None]:

@@ -24,7 +24,7 @@ from .report import report
 
 STEPS = 80
 PRESETS = {"operloop": ["loop.options.shared=true"], "vanilla": []}
-"""What is trained; one transition serves all loops of OperLoop here, so that its depth can be varied afterwards."""
+"""What is trained; all loops of this OperLoop share one transition, so that its depth can be varied afterwards."""
 TEXT = "def read(self, name):\n    with open(name) as file:\n        return file.read()\n"
 
 
@@ -39,13 +39,13 @@ def demo(out: str | Path = "runs/demo") -> Path:
     for run in runs:
         print(f"{run.name}: {RunDir(run).read().column('valid_loss')[1][-1]:.4f} nats per token")
     model, tokenizer = load(runs[0])
-    _say("OperLoop's transition is shared by all loops, so it runs as deep as it is asked to")
-    print_table(["loops", "loss of a text it has not seen"], _by_depth(model, tokenizer))
-    _say(f"A sample (looptim generate {runs[0]} 'def '); so short a training gives no sense yet")
+    _say("All loops of this OperLoop share one transition, so you can choose the number of loops after training")
+    print_table(["loops", "loss on a text it has not seen"], _by_depth(model, tokenizer))
+    _say(f"A sample (looptim generate {runs[0]} 'def '); after so short a training, expect nonsense")
     print("def " + generate(model, tokenizer, "def ", max_new_tokens=60, seed=0))
     _say(f"The report (looptim report {' '.join(map(str, runs))} --out {out}/report)")
     print(report(runs, out / "report"))
-    _say(f"What OperLoop thinks, loop by loop (looptim look {runs[0]} TEXT --against {runs[1]})")
+    _say(f"What OperLoop predicts, loop by loop (looptim look {runs[0]} TEXT --against {runs[1]})")
     page = look(runs[0], TEXT, against=runs[1], out=out / "look.html").path
     print(f"open {page} in a browser")
     assert page is not None
@@ -57,14 +57,14 @@ def _say(text: str) -> None:
 
 
 def _show_transitions() -> None:
-    _say("Every transition of the paper, seen as an optimizer (looptim zoo)")
+    _say("Every transition of the paper as an optimizer (looptim zoo)")
     print_table(list(COLUMNS.values()), [cells(row) for row in zoo()])
     print(FOOTNOTE)
-    _say("HyperLoop: does it write through the map it reads with? (looptim diagnose hyperloop)")
+    _say("HyperLoop: does it read and write the same map? (looptim diagnose hyperloop)")
     hyperloop = build("hyperloop", width=64, steps=3)
     print(describe(hyperloop))
     print(diagnose(hyperloop))
-    _say("Aligned (looptim.align): same modules, the separate write map dropped")
+    _say("Aligned (looptim.align): the same modules without the separate write map")
     aligned = align(hyperloop)
     print(diagnose(aligned))
     print(f"check_gradient: every step equals autograd's to {check_gradient(aligned):.1e}")
@@ -77,7 +77,8 @@ def _train(preset: str, folder: Path) -> Path:
         shutil.rmtree(folder)
     changes = [f"loop.preset={preset}", *PRESETS[preset], f"train.steps={STEPS}", f"train.valid_every={STEPS}"]
     _say(f"Training {preset} for {STEPS} updates: looptim train nano --set loop.preset={preset} ...")
-    return train(load_config("nano", set=[*changes, "optim.warmup=20"]), folder)
+    # Half of the recipe's batch, so that the whole tour, installation included, takes less than four minutes.
+    return train(load_config("nano", set=[*changes, "train.batch_size=8", "optim.warmup=20"]), folder)
 
 
 def _by_depth(model: LoopedLM, tokenizer: Tokenizer) -> list[list[str]]:

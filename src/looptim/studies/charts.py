@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..reporting.page import Chart, Group, Line, numbers
+from ..reporting.page import Chart, Group, Line, Page, forest
 from ..reporting.style import styles_of
 from ..rundir import Run
 from .figures import DIFFERENCE, by_depth
@@ -106,17 +107,36 @@ def _intervals(group: int, part: str, points: Sequence[tuple[float, Estimate | N
     return [Line(group, part, x, y, half)] if known else []
 
 
+def with_running(page: Page, running: Mapping[str, Run], *, watch: float) -> Page:
+    """The page while runs train: their losses so far, each run for itself, read again every `watch` seconds."""
+    styles = styles_of([run.preset for run in running.values()])
+    names = zip(running.items(), styles, strict=True)
+    more = [Group(f"{name} (training)", style, run.bits_per_byte) for (name, run), style in names]
+    lines = []
+    for group, run in enumerate(running.values(), len(page.groups)):
+        columns = {"training": run.column("loss"), "validation": run.column("valid_loss")}
+        lines += [
+            Line(group, part, *both, marks=part == "validation") for part, both in columns.items() if len(both[0])
+        ]
+    shown = list(page.charts)
+    loss = shown.pop(0) if shown and shown[0].key == "loss" else _loss([])
+    whole = dataclasses.replace(loss, lines=[*loss.lines, *lines])
+    charts = [*([whole] if whole.lines else []), *shown]
+    return dataclasses.replace(page, groups=[*page.groups, *more], charts=charts, watch=watch)
+
+
 def forests(done: Sequence[Outcome], compared: Sequence[Comparison], reference: str) -> list[dict[str, Any]]:
     """Every variant minus the reference by every measure, with its interval and every seed."""
     places = {outcome.variant: group for group, outcome in enumerate(done)}
     made = []
     for each in compared:
         known = {name: value for name, value in each.to_reference.items() if value is not None and name in places}
-        rows = [
-            {"group": places[name], "mean": value.mean, "half": value.half, "values": numbers(value.values)}
-            for name, value in known.items()
-        ]
+        rows = [(places[name], value.mean, _ends(value), value.values) for name, value in known.items()]
         measure = each.measure
         title, x = f"Difference to {reference}: {measure.heading}", f"{measure.unit}, {measure.better} is better"
-        made += [{"title": title, "caption": DIFFERENCE, "x": x, "rows": rows}] if rows else []
+        made += [forest(title, DIFFERENCE, x, rows)] if rows else []
     return made
+
+
+def _ends(value: Estimate) -> tuple[float, float] | None:
+    return None if value.half is None else (value.mean - value.half, value.mean + value.half)

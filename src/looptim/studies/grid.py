@@ -83,8 +83,8 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def run_grid(plan: Plan, runs: Path, *, jobs: int, progress: bool) -> None:
-    """Train every run that is not settled, `jobs` at a time."""
+def run_grid(plan: Plan, runs: Path, *, jobs: int, progress: bool, tick: Callable[[], None] = lambda: None) -> None:
+    """Train every run that is not settled, `jobs` at a time; `tick` is called about once a second."""
     cells = {cell.name: cell for cell in plan.cells}.values()
     waiting = [cell for cell in cells if not is_settled(cell, runs)]
     for cell in cells:
@@ -100,7 +100,7 @@ def run_grid(plan: Plan, runs: Path, *, jobs: int, progress: bool) -> None:
     presets = pack(cell.config.model.loop.preset for cell in waiting)
     try:
         with meter.progress:
-            _follow(waiting, without_main(lambda cell: pool.submit(_run, cell, runs, presets)), meter)
+            _follow(waiting, without_main(lambda cell: pool.submit(_run, cell, runs, presets)), meter, tick)
     except BrokenProcessPool:
         raise ValueError(
             "a worker was killed, perhaps for want of memory; the same command continues, fewer --jobs need less"
@@ -120,7 +120,9 @@ def _tidy(run: RunDir, config: Config) -> None:
             prune(run, keep_last=config.train.keep_last, keep_every=config.train.keep_every)
 
 
-def _follow(waiting: list[Cell], submit: Callable[[Cell], Future[None]], meter: Meter) -> None:
+def _follow(
+    waiting: list[Cell], submit: Callable[[Cell], Future[None]], meter: Meter, tick: Callable[[], None]
+) -> None:
     futures = {submit(cell): cell for cell in waiting}
     while futures:
         done, _ = wait(futures, timeout=1.0, return_when=FIRST_COMPLETED)
@@ -134,6 +136,7 @@ def _follow(waiting: list[Cell], submit: Callable[[Cell], Future[None]], meter: 
                 continue
             meter.finished(cell)
         meter.tick()
+        tick()
 
 
 _stop: Event

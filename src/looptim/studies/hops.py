@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -11,6 +12,7 @@ from matplotlib.figure import Figure
 from ..data import open_data
 from ..data.deref import DerefDataset, shortcut_scores
 from ..model.count import training_flops
+from ..reporting.page import numbers
 from ..reporting.plots import Picture
 from ..reporting.tables import Cell, Table
 from ..rundir import Run
@@ -145,6 +147,24 @@ def hop_pictures(plan: Plan, found: Sequence[Outcome]) -> list[Picture]:
     figure.colorbar(image, ax=grid, shrink=0.8, label="share of right answers")
     caption = "Means over seeds. White: R hops, one after another; red: 2^R - 1, by pointer doubling."
     return [Picture("hops", caption, figure)]
+
+
+def hop_heats(plan: Plan, done: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """The same for the page of a study, whose groups are the variants in `done`, a row each."""
+    rows = []
+    for group, outcome in enumerate(done):
+        seen, loops = shares(plan, outcome), loops_of(plan, outcome.variant)
+        if seen is not None:
+            values = numbers(seen.mean(0))
+            rows.append({"group": group, "values": values, "borders": [loops + 1, 2**loops]})
+    if not rows:
+        return []
+    columns = [str(hops) for hops in range(max(len(row["values"]) for row in rows))]
+    caption = (
+        "Percent, means over seeds, by the number of hops. Solid line: R loops follow R hops, one after another; "
+        "dashed line: 2^R - 1 hops, by pointer doubling."
+    )
+    return [{"title": "Right answers by hops", "caption": caption, "columns": columns, "rows": rows}]
 
 
 def _family(variant: str) -> str:

@@ -186,6 +186,17 @@ def outcomes(plan: Plan, runs: Path, *, seen: Mapping[str, str] | None = None) -
     return list(found.values())
 
 
+def running(plan: Plan, runs: Path) -> dict[str, Run]:
+    """The runs that have begun to log and are not settled, by variant and seed."""
+    found = {}
+    for cell in plan.cells:
+        run = RunDir(runs / cell.name)
+        if run.path.is_dir() and not is_settled(cell, runs) and "loss" in run.metrics.last("loss"):
+            name = f"{cell.variant}, seed {cell.seed}"
+            found[name] = run.read(name)
+    return found
+
+
 def _name(data: Mapping[str, Any]) -> str:
     """What tells one text from another, as a key."""
     return json.dumps(text_of(data), sort_keys=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ..config import ModelConfig
 from ..model import LoopedLM
+from ..reporting.page import Group, Page, forest
 from ..reporting.plots import Picture, axes_of
 from ..reporting.style import styles_of
 from ..reporting.tables import Cell, Table
@@ -28,6 +30,12 @@ PUBLISHED = {
     "hyper-connections": (0.65, 0.65, 0.65),
 }
 """Of arXiv 2604.21106, at 4e17 FLOP and more: phi, and its interval, which has no width where none is given."""
+
+
+CAPTION = (
+    "0: a loop is worth nothing; 1: as much as blocks with parameters of their own. Bars are 95% intervals of a block "
+    "bootstrap; published values are from far larger models."
+)
 
 
 def points_of(plan: Plan, found: Sequence[Outcome]) -> list[Point]:
@@ -133,6 +141,20 @@ def _notes(plan: Plan, measured: Mapping[str, Any] | None, found: Sequence[Outco
     ]
 
 
+def with_exponents(page: Page, plan: Plan, measured: Mapping[str, Any]) -> Page:
+    """The page with the same as a figure: every exponent with its interval, beside the published ones."""
+    assert plan.study.phi is not None
+    styles = styles_of([plan.study.phi.transitions[name].preset for name in measured["phi"]])
+    gray = {"color": "#777777", "linestyle": "-"}
+    groups = [Group(name, style) for name, style in zip(measured["phi"], styles, strict=True)]
+    groups += [Group(f"{name} (published)", gray) for name in PUBLISHED]
+    ours = [(value, interval(measured["draws"][name])) for name, value in measured["phi"].items()]
+    others = [(value, (low, high) if low < high else None) for value, low, high in PUBLISHED.values()]
+    rows = [(group, value, ends, ()) for group, (value, ends) in enumerate([*ours, *others])]
+    figure = forest("What a loop is worth", CAPTION, "exponent φ", rows, marks=(0, 1), signed=False)
+    return dataclasses.replace(page, groups=groups, forests=[figure])
+
+
 def picture(plan: Plan, measured: Mapping[str, Any]) -> Picture:
     """Every transition's exponent with its interval, beside the published ones."""
     assert plan.study.phi is not None
@@ -154,8 +176,4 @@ def picture(plan: Plan, measured: Mapping[str, Any]) -> Picture:
     axes.xaxis.set_major_locator(MaxNLocator(6))
     axes.grid(axis="y", visible=False)
     figure.set_size_inches(5.6, 1.4 + 0.3 * len(labels))
-    caption = (
-        "0: a loop is worth nothing, 1: as much as blocks of its own. Bars are 95% intervals of a block bootstrap; "
-        "published values are of far larger models."
-    )
-    return Picture("phi", caption, figure)
+    return Picture("phi", CAPTION, figure)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import final
 
 from ..base.files import check_writable, claimed, write_whole
 from ..config import Config
@@ -21,16 +24,17 @@ from ..reporting.template import PagePath
 from ..rundir import difference
 from . import phi_page
 from .archive import ARCHIVE, pack, unpack
-from .charts import charts, first_of, forests, groups
+from .charts import charts, first_of, forests, groups, with_running
 from .figures import FIGURES, draw
 from .grid import is_settled, run_grid, sigterm_as_ctrl_c
-from .hops import hop_pictures, hop_tables
-from .measures import Comparison, Outcome, as_json, check_runs, compare, outcomes
+from .hops import hop_heats, hop_pictures, hop_tables
+from .measures import Comparison, Outcome, as_json, check_runs, compare, outcomes, running
 from .spec import Plan, load_plan
 from .statistics import student
 from .tables import tables
 from .tuning import FOLDER, choose, plan_trials, tuned
 
+PAGE = "index.html"
 Made = tuple[list[Table], Page, dict[str, bytes]]
 """Tables, the page, and files of figures and numbers."""
 
@@ -45,32 +49,38 @@ def study(
     runs: str | Path | None = None,
     jobs: int = 1,
     progress: bool = True,
+    watch: float | None = None,
 ) -> Path:
     """Run a study and write its table, figures and page into `out`; the page's path is returned.
 
     Finished runs are skipped and cut ones resumed. Runs go to `runs` (OUT/runs by default): studies that are given
     the same folder share the runs they have in common. `jobs` of them are trained at a time; with 0 the table and the
     figures are made of the runs that are there. What finished runs logged is also kept in OUT/runs.zip, from which the
-    study goes on where the runs themselves are gone.
+    study goes on where the runs themselves are gone. With `watch` the page is written about every so many seconds
+    while runs train; one that is open in a browser follows by itself.
     """
     if jobs < 0:
         raise ValueError(f"jobs must be at least 1, or 0 to train nothing, got {jobs}")
+    if watch is not None and (watch <= 0 or not jobs):
+        raise ValueError(f"a page can follow runs that train, every few seconds; got watch {watch} with {jobs} jobs")
     path, out = find_file("studies", path), Path(out)
     plan = load_plan(path, scale=scale, set=set)
     folder = out / "runs" if runs is None else Path(runs)
     if plan.study.tune is not None:
         trials = plan_trials(path, plan, set=set)
-        _carry_out(trials, out / FOLDER, folder, jobs=jobs, progress=progress)
+        _carry_out(trials, out / FOLDER, folder, jobs=jobs, progress=progress, watch=watch)
         plan = tuned(path, plan, choose(plan.study, outcomes(trials, folder)), set=set)
-    return _carry_out(plan, out, folder, jobs=jobs, progress=progress)
+    return _carry_out(plan, out, folder, jobs=jobs, progress=progress, watch=watch)
 
 
-def _carry_out(plan: Plan, out: Path, folder: Path, *, jobs: int, progress: bool) -> Path:
+def _carry_out(plan: Plan, out: Path, folder: Path, *, jobs: int, progress: bool, watch: float | None) -> Path:
     changed = check_folder(out, plan)
     for place in (out, folder):
         check_writable(place)
     if progress:
         _introduce(plan)
+        if watch is not None:
+            print(f"{out / PAGE} follows the runs; open it in a browser", file=sys.stderr)
     unpack(plan, out / ARCHIVE, folder)
     if progress:
         _say_what_is_reused(plan, folder, changed)
@@ -80,7 +90,8 @@ def _carry_out(plan: Plan, out: Path, folder: Path, *, jobs: int, progress: bool
         write_whole(out / "study.json", json.dumps(plan.identity(), indent=2))
         try:
             if jobs:
-                run_grid(plan, folder, jobs=jobs, progress=progress)
+                tick = _nothing if watch is None else _Watch(plan, folder, out, watch)
+                run_grid(plan, folder, jobs=jobs, progress=progress, tick=tick)
         except KeyboardInterrupt:
             # The runs so far are worth seeing, and the tables say what is missing.
             write(plan, outcomes(plan, folder), folder, out)
@@ -139,9 +150,42 @@ def write(plan: Plan, found: Sequence[Outcome], runs: Path, out: Path) -> Path:
     for kind, form in FORMATS.items():
         files[f"results.{kind}"] = form(made).encode()
     files[ARCHIVE] = pack(plan, runs, out / ARCHIVE)
-    files["index.html"] = page.html().encode()
+    files[PAGE] = page.html().encode()
     write_report(out, files, figures=FIGURES)
-    return PagePath(out / "index.html")
+    return PagePath(out / PAGE)
+
+
+@final
+class _Watch:
+    """Writes the page of a study, and it alone, when it is called and its time has come."""
+
+    def __init__(self, plan: Plan, runs: Path, out: Path, seconds: float):
+        self.plan, self.runs, self.out, self.seconds = plan, runs, out, seconds
+        self.next = 0.0
+
+    def __call__(self) -> None:
+        start = time.monotonic()
+        if start < self.next:
+            return
+        # What is wrong with a run is said when the study is through; it should not end the training of the others.
+        with suppress(ValueError):
+            page = with_running(self._now(), running(self.plan, self.runs), watch=self.seconds)
+            write_report(self.out, {PAGE: page.html().encode()}, figures=())
+        # A study of many runs takes long to read, and the runs need the processor.
+        now = time.monotonic()
+        self.next = now + max(self.seconds, 20 * (now - start))
+
+    def _now(self) -> Page:
+        found = outcomes(self.plan, self.runs)
+        if self.plan.study.phi is not None:
+            # A fit takes too long to be repeated while runs train.
+            return _page(self.plan, [], [], [phi_page.table(self.plan, None, found)])
+        compared = compare(self.plan, found)
+        return _page(self.plan, found, compared, tables(self.plan, found, compared) + hop_tables(self.plan, found))
+
+
+def _nothing() -> None:
+    pass
 
 
 def _differences(plan: Plan, found: Sequence[Outcome]) -> Made:
@@ -161,7 +205,7 @@ def _phi(plan: Plan, found: Sequence[Outcome], out: Path) -> Made:
         files[phi_page.FILE] = (json.dumps(measured) + "\n").encode()
     made = [phi_page.table(plan, measured, found)]
     page = dataclasses.replace(_page(plan, [], [], made), notes=["Made with", *_origins(found)])
-    return made, page, files
+    return made, page if measured is None else phi_page.with_exponents(page, plan, measured), files
 
 
 def _page(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison], made: Sequence[Table]) -> Page:
@@ -171,6 +215,7 @@ def _page(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison], 
         groups=groups(plan, done),
         charts=charts(plan, done),
         forests=forests(done, compared, plan.study.reference),
+        heats=hop_heats(plan, done),
         tables=[dataclasses.replace(made[0], title="Results"), *made[1:]],
         equations=equations_of(plan.config(name) for name in plan.study.variants),
         samples=[each for group, outcome in enumerate(done) for each in samples_of(group, first_of(outcome))],
