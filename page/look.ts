@@ -181,7 +181,8 @@ function exits(models: Model[], views: View[]): HTMLElement {
 
 async function main(): Promise<void> {
   const data = await unpack<Data>();
-  const kept = { token: 0, row: data.models[0].rows.length - 1 };
+  // The first tokens have little to look back at; the next ones are on the screen of a phone, too.
+  const kept = { token: Math.max(0, Math.min(3, data.tokens.length - 2)), row: data.models[0].rows.length - 1 };
   const said = el("p", { class: "said", role: "status", "aria-live": "polite" });
   const views = data.models.map((model) => new View(data, model, move));
 
@@ -199,7 +200,7 @@ async function main(): Promise<void> {
     el("header", {},
       el("h1", {}, "Inside the loop"),
       el("p", { class: "note" }, "The text runs across, the loops run down. Each cell is the model’s top prediction for the " +
-        "next token if it stopped looping there. Point at a cell or use the arrow keys for details. Bold and underlined: the " +
+        "next token if it stopped looping there. Point at a cell, tap it, or use the arrow keys for details. Bold and underlined: the " +
         "prediction is the token that really comes next. Orange bar on top: from here on the prediction no longer changes."),
       el("div", { class: "controls" },
         select("shade by", Object.entries(known).map(([name, shade]) => [name, shade.title]), paint),

@@ -137,7 +137,7 @@ export function experts(model: Model, { token, row }: Cursor, index: number, cho
     el("tr", {}, el("th", {}, "overlap"), ...chosen.map((_, j) => el("th", { scope: "col" }, String(j + 1)))),
     ...chosen.map((from, i) => el("tr", {}, el("th", { scope: "row" }, String(i + 1)), ...chosen.map((to, j) => {
       const mean = from.reduce((sum, experts, each) => sum + share(experts, to[each]), 0) / from.length;
-      const cell = el("td", {}, percent(mean));
+      const cell = el("td", {}, `${Math.round(100 * mean)}%`);
       darken(cell, mean);
       return cell;
     }))));

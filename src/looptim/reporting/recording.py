@@ -65,10 +65,10 @@ def _cosine(seen: Trace, row: int) -> Tensor:
 
 QUANTITIES = {
     "objective": Quantity(
-        "local objective", "L(o), what the step descends on", _after(lambda seen, i: seen.objective[i][0])
+        "local objective", "L(o), which the step reduces", _after(lambda seen, i: seen.objective[i][0])
     ),
     "step_size": Quantity(
-        "step size", "η, the mean over channels", _after(lambda seen, i: _per_token(seen.step_size[i], seen.state[i]))
+        "step size", "η, mean over channels", _after(lambda seen, i: _per_token(seen.step_size[i], seen.state[i]))
     ),
     "decay": Quantity("decay", "λ per stream", _after(lambda seen, i: _per_token(seen.decay[i], seen.state[i]))),
     "read": Quantity("read weights", "H per stream", _after(lambda seen, i: _stream_weights(seen.input_map[i]))),
@@ -77,7 +77,7 @@ QUANTITIES = {
         "state norm", "RMS of the state Y", lambda seen, row: seen.state[row][0].float().square().mean((-2, -1)).sqrt()
     ),
     "moved": Quantity("distance moved", "|Y′ − Y| / |Y|", _after(_moved)),
-    "cosine": Quantity("cosine to the end", "of the state with the last one", _cosine),
+    "cosine": Quantity("cosine to the end", "of this state and the final one", _cosine),
 }
 """The optimizer's view of a loop, by the names that the page's data has for it."""
 
