@@ -42,6 +42,8 @@ class RunDir:
         """Why a run of a study came to no end."""
         self.hops_file = self.path / "hops.json"
         """What a run that learned chained assignments solves, by loops and hops."""
+        self.exits = Evaluation(self.eval, "exits")
+        """What it costs and saves when tokens leave its loop early."""
         self.tracking_file = self.path / "tracking_id"
         self.tensorboard = self.path / "tensorboard"
 
@@ -95,7 +97,8 @@ class RunDir:
     def evaluations(self) -> list[tuple[int | None, dict[str, Any]]]:
         """Every result, the newest last, with the number of loops it was asked to run, if one was."""
         found = []
-        for file in sorted(self.eval.glob("*.json"), key=lambda file: (file.stat().st_mtime_ns, file.name)):
+        files = set(self.eval.glob("*.json")) - {self.exits.result}
+        for file in sorted(files, key=lambda file: (file.stat().st_mtime_ns, file.name)):
             record = _read_object(file)
             if record is None or not _is_result(record):
                 raise ValueError(f"{file} is not a result of `looptim evaluate`; repair or remove it")

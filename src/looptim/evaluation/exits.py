@@ -161,7 +161,7 @@ def evaluate_exits(
         record["flops"] = _flops(config.model, rows["residual"]["chosen"]["loops"])
         if speed:
             record["speed"] = decoding_speed(model, best, report[0].tokens)
-    files = Evaluation(RunDir(path).eval if out is None else Path(out), "exits")
+    files = RunDir(path).exits if out is None else Evaluation(Path(out), "exits")
     files.write(files.result, record)
     return record | {"file": str(files.result)}
 

@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from ..evaluation.exits import frontier
-from ..rundir import Evaluation, RunDir
+from ..rundir import RunDir
 from .page import Chart, Group, Line, Page, write_report
 from .plots import Picture, render
 from .style import LINESTYLES, styles_of
@@ -24,7 +24,7 @@ def read_exits(runs: Iterable[str | Path]) -> list[dict[str, Any]]:
     """What `looptim evaluate RUN --exits` wrote for each run."""
     found = []
     for run in runs:
-        record = Evaluation(RunDir(run).eval, "exits").read()
+        record = RunDir(run).exits.read()
         if record is None:
             raise ValueError(f"{run} has no eval/exits.json; run `looptim evaluate {run} --exits` first")
         found.append(record)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..base.files import whole_folder, write_whole
 from ..rundir import RunDir
-from .grid import answers_of, is_settled
+from .grid import answers_of, exits_of, is_settled
 from .spec import Cell, Plan
 
 ARCHIVE = "runs.zip"
@@ -59,9 +59,9 @@ def unpack(plan: Plan, archive: Path, runs: Path) -> None:
 
 def files_of(cell: Cell, runs: Path) -> list[Path]:
     """The files of a run that its study is made from, if they are there."""
-    run, answers = RunDir(runs / cell.name), answers_of(cell, runs)
+    run, asked = RunDir(runs / cell.name), (answers_of(cell, runs), exits_of(cell, runs))
     files = [run.config_file, run.environment_file, run.metrics.path, run.samples.path, run.diverged_file]
-    return [*files, *([answers] if answers else [])]
+    return [*files, *(file for file in asked if file is not None)]
 
 
 def _content(file: Path) -> bytes:

@@ -18,7 +18,7 @@ from .measures import MEASURES, Comparison, Outcome, growth
 from .spec import Plan
 from .statistics import Estimate, estimate
 
-FIGURES = ("loss", "difference", "loops", "state_norm", "grad_norm", "hops", "phi")
+FIGURES = ("loss", "difference", "loops", "state_norm", "grad_norm", "hops", "exits", "phi")
 
 DIFFERENCE = (
     "Bars are 95% intervals that hold for all variants of a panel at once, with the residual of all of them; small "

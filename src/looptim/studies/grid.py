@@ -23,6 +23,7 @@ from ..base.console import Progress
 from ..base.files import HeldError, write_whole
 from ..config import Config
 from ..evaluation import evaluate
+from ..evaluation.exits import evaluate_exits
 from ..evaluation.hops import evaluate_hops
 from ..evaluation.tasks import COUNT as PROBLEMS
 from ..rundir import RunDir, read_record
@@ -40,15 +41,15 @@ def task_of(config: Config) -> str | None:
 
 
 def is_finished(cell: Cell, runs: Path) -> bool:
-    """Whether a run has its last checkpoint and, for a task, its exact match.
+    """Whether a run has its last checkpoint and what is asked of it: exact match for a task, exits for their study.
 
     One that came without checkpoints, out of the archive of a study, has its last validation.
     """
     run = RunDir(runs / cell.name)
     last = run.latest()
     record = run.metrics.last("valid_loss") if last is None else read_record(last)
-    answers = answers_of(cell, runs)
-    return record.get("step") == cell.config.train.steps and (answers is None or answers.is_file())
+    asked = answers_of(cell, runs), exits_of(cell, runs)
+    return record.get("step") == cell.config.train.steps and all(file is None or file.is_file() for file in asked)
 
 
 def divergence(cell: Cell, runs: Path) -> str | None:
@@ -68,6 +69,11 @@ def answers_of(cell: Cell, runs: Path) -> Path | None:
     if task == "deref":
         return run.hops_file
     return run.evaluation(task, limit=PROBLEMS).result if task else None
+
+
+def exits_of(cell: Cell, runs: Path) -> Path | None:
+    """The file of a run that has its exits, where its study asks for them."""
+    return RunDir(runs / cell.name).exits.result if cell.exits else None
 
 
 @contextmanager
@@ -174,6 +180,9 @@ def train_cell(cell: Cell, runs: Path) -> None:
         task = task_of(cell.config)
         if task is not None:
             _ask(task, run)
+        if cell.exits:
+            with run.claim():
+                evaluate_exits(run.path, speed=False, quiet=True)
     except DivergedError as error:
         write_whole(run.diverged_file, str(error))
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..data import open_data, text_of
 from ..rundir import Run, RunDir, difference
-from .grid import answers_of, divergence, is_finished, is_settled, task_of
+from .grid import answers_of, divergence, exits_of, is_finished, is_settled, task_of
 from .spec import Cell, Plan
 from .statistics import Estimate, Model, check, differences, estimate, fit, seeds_needed
 
@@ -43,6 +43,8 @@ class Outcome:
     """Shares, on the task the runs learn; empty on text."""
     hops: dict[int, dict[str, list[float]]]
     """Of chained assignments: shares by loops, then by hops; empty elsewhere."""
+    exits: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """What it costs and saves when tokens leave early; empty where the study does not ask."""
 
 
 class Measure(NamedTuple):
@@ -161,6 +163,8 @@ def outcomes(plan: Plan, runs: Path, *, seen: Mapping[str, str] | None = None) -
             answers = _answers(cell, runs)
             right = None if answers is None else answers["results"]["exact_match,none"]
             hops = answers["loops"] if answers is not None and task_of(cell.config) == "deref" else None
+            asked = exits_of(cell, runs)
+            exits = None if asked is None else json.loads(asked.read_text())
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"the run {runs / cell.name} is damaged ({error}); delete it, and the same command trains it again"
@@ -178,6 +182,8 @@ def outcomes(plan: Plan, runs: Path, *, seen: Mapping[str, str] | None = None) -
             outcome.exact_match[cell.seed] = right
         if hops is not None:
             outcome.hops[cell.seed] = hops
+        if exits is not None:
+            outcome.exits[cell.seed] = exits
     if len(seen) > 1:
         raise ValueError(
             f"{' and '.join(list(seen.values())[:2])} in {runs} see different data, so they cannot be compared; "

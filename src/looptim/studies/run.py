@@ -25,6 +25,7 @@ from ..rundir import difference
 from . import phi_page
 from .archive import ARCHIVE, pack, unpack
 from .charts import charts, first_of, forests, groups, with_running
+from .exits import exit_pictures, exit_tables
 from .figures import FIGURES, draw
 from .grid import is_settled, run_grid, sigterm_as_ctrl_c
 from .hops import hop_heats, hop_pictures, hop_tables
@@ -191,8 +192,8 @@ def _nothing() -> None:
 def _differences(plan: Plan, found: Sequence[Outcome]) -> Made:
     """What a study says of its variants against the reference."""
     compared = compare(plan, found)
-    made = tables(plan, found, compared) + hop_tables(plan, found)
-    _, files = render(lambda: draw(plan, found, compared) + hop_pictures(plan, found))
+    made = tables(plan, found, compared) + hop_tables(plan, found) + exit_tables(found)
+    _, files = render(lambda: draw(plan, found, compared) + hop_pictures(plan, found) + exit_pictures(found))
     files["results.json"] = (json.dumps(as_json(plan, found, compared), indent=2) + "\n").encode()
     return made, _page(plan, found, compared, made), files
 

@@ -95,6 +95,7 @@ class Study(Strict):
     set: tuple[str, ...] = Field((), description="Changes to the base, as key=value.")
     variants: dict[str, Variant] = Field(min_length=1)
     tune: Tuning | None = None
+    exits: bool = Field(False, description="Whether thresholds are chosen in every run at which tokens leave its loop.")
     phi: PhiGrid | None = Field(None, description="The variants as a grid that the exponent of loops is fitted to.")
     scales: dict[str, Scale] = Field({})
 
@@ -120,6 +121,8 @@ class Cell:
     config: Config
     code: str | None = None
     """The hash of the source of a preset that is the user's own."""
+    exits: bool = False
+    """Whether thresholds are chosen at which tokens leave its loop: asked of the run, not a part of what it is."""
 
     @property
     def name(self) -> str:
@@ -208,7 +211,7 @@ def make_plan(path: Path, study: Study, *, set: Iterable[str] = ()) -> Plan:
     counts = _counts(configs)
     codes = {name: code_of(config.model.loop.preset) for name, config in configs.items()}
     cells = [
-        Cell(name, seed, config.model_copy(update={"train": _seeded(config.train, study.vary, seed)}), codes[name])
+        Cell(name, seed, config.model_copy(update={"train": _seeded(config.train, study.vary, seed)}), codes[name], study.exits)
         for seed in study.seeds
         for name, config in configs.items()
     ]
