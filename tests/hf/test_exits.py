@@ -91,10 +91,28 @@ def test_every_signal_decodes(signal, threshold):
     assert_close(decode(model, tokens(), CHUNKS, DynamicCache(config=model.config))[0], expected)
 
 
+@pytest.mark.parametrize("mode", ["end", "compact"])
 @torch.no_grad()
-def test_left_padding_changes_nothing():
+def test_readings_through_the_coda_and_batches_that_sequences_leave_decode(mode):
+    model = wrapped(layout="1-1x4-2", pattern="SF")
+    for signal, threshold in (("kl_coda", 0.05), ("residual", spread(model).threshold)):
+        depth = Exit(signal, threshold, mode=mode)
+        hidden = model.looped.hidden(model.looped.embed(tokens()), depth=depth)
+        assert hidden.depth[0].unique().numel() > 1
+        model.set_depth(depth)
+        assert model.config.num_hidden_layers == 1 + 4 + 2 + 3 * 2 * (signal == "kl_coda")
+        assert "through_coda" not in model.config.to_dict()
+        for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=32)):
+            logits, depths = decode(model, tokens(), CHUNKS, cache)
+            assert torch.equal(depths, hidden.depth[0])
+            assert_close(logits, model.looped.head(hidden.h))
+
+
+@pytest.mark.parametrize("mode", ["end", "compact"])
+@torch.no_grad()
+def test_left_padding_changes_nothing(mode):
     model, padding = wrapped(), 6
-    depth = spread(model)
+    depth = Exit("residual", spread(model).threshold, mode=mode)
     input_ids, mask = tokens(), torch.ones(2, 20, dtype=torch.long)
     input_ids[1, :padding], mask[1, :padding] = 0, 0
     expected = model.looped(input_ids[1:, padding:], depth=depth)

@@ -24,13 +24,13 @@ def tokens(batch=3, length=20, seed=0):
 
 def spread(model, x, signal="residual"):
     """An exit at a threshold that lets tokens out at several depths."""
-    values = []
+    listened, values = lo.signals.find_signal(signal), []
 
     class Listening(lo.Signal):
-        asks = "logits"
+        asks = "coda" if listened.asks == "coda" else "logits"
 
         def forward(self, seen, memory):
-            value, memory = lo.signals.find_signal(signal)(seen, memory)
+            value, memory = listened(seen, memory)
             values.append(value)
             return value + math.inf, memory
 
@@ -103,7 +103,7 @@ def test_no_threshold_is_full_depth_and_an_infinite_one_is_one_loop(signal):
     assert (depth_of(shared, x, Exit(signal, math.inf, minimum=2)) == 2).all()
 
 
-@pytest.mark.parametrize("signal", ["residual", "kl", "entropy", "margin"])
+@pytest.mark.parametrize("signal", ["residual", "kl", "entropy", "margin", "entropy_coda"])
 @torch.no_grad()
 def test_a_ragged_batch_is_each_row_alone_and_replays(signal):
     model, x = model_of().double(), tokens()
@@ -117,6 +117,47 @@ def test_a_ragged_batch_is_each_row_alone_and_replays(signal):
     masked = Exit(depth.signal, depth.threshold, mode="mask")
     torch.testing.assert_close(model(x, depth=masked), together, rtol=0, atol=1e-11)
     torch.testing.assert_close(model(x, depth=PerToken(depths)), together, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("preset", "signal", "dense"), [("operloop_heavyball", "acceleration", 0), ("vanilla", "kl_coda", 9)]
+)
+@torch.no_grad()
+def test_a_batch_that_sequences_leave_computes_what_a_mask_does(preset, signal, dense):
+    model, x = model_of(preset, dense_layers=dense).double(), tokens(8, 2)
+    found = spread(model, x, signal)
+    masked, compact = (
+        model.hidden(model.embed(x), depth=Exit(signal, found.threshold, mode=mode)) for mode in ("mask", "compact")
+    )
+    assert torch.equal(compact.depth[0], masked.depth[0])
+    torch.testing.assert_close(compact.h, masked.h, rtol=0, atol=1e-11)
+    # A sequence leaves when all of its tokens have, and then no block sees it.
+    deepest = masked.depth[0].amax(1)
+    assert deepest.min() < 4
+    seen = []
+    model.blocks[1].register_forward_pre_hook(lambda block, args: seen.append(len(args[0])))
+    model(x, depth=Exit(signal, found.threshold, mode="compact"))
+    assert seen == [int((deepest > step).sum()) for step in range(int(deepest.max()))]
+
+
+@torch.no_grad()
+def test_a_reading_through_the_coda_is_what_fewer_loops_would_say():
+    model, x = model_of("vanilla", "1-1x4-2"), tokens()
+    said = []
+
+    class Listening(lo.Signal):
+        asks = "coda"
+
+        def forward(self, seen, memory):
+            said.append(seen.logits)
+            return seen.logits.new_full(x.shape, math.inf), None
+
+    full = model(x, depth=Exit(Listening(), 1.0))
+    torch.testing.assert_close(full, model(x))
+    for steps, logits in enumerate(said, 1):
+        torch.testing.assert_close(logits, model(x, depth=Fixed(steps)))
+    with pytest.raises(ValueError, match="through the layers after the loop, and this layout has none; leave _coda"):
+        model_of("vanilla", "1-1x4-0")(x, depth=Exit("kl_coda", 1.0))
 
 
 @torch.no_grad()

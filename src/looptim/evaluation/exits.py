@@ -21,6 +21,7 @@ from ..loop.depth import Depth, Exit, PerToken
 from ..loop.signals import SIGNALS, Random
 from ..model import IGNORE, LoopedLM
 from ..model.count import count
+from ..model.layout import Layout
 from ..rundir import Evaluation, RunDir
 from ..training.exit_gate import read_every_loop, token_losses, train_gate
 from .kinds import depth_by_kind
@@ -77,10 +78,9 @@ def run_exits(model: LoopedLM, pairs: Sequence[Pair], depths: Sequence[Depth]) -
 class Listener(Signal):
     """All signals at once, on a walk that nobody leaves: what they say at full depth."""
 
-    asks = "logits"
-
-    def __init__(self, signals: dict[str, Signal]):
+    def __init__(self, signals: dict[str, Signal], asks: Any):
         super().__init__()
+        self.asks = asks
         self.signals = torch.nn.ModuleDict(signals)
         self.heard: dict[str, list[Tensor]] = {name: [] for name in signals}
 
@@ -96,11 +96,14 @@ class Listener(Signal):
 def listen(model: LoopedLM, pairs: Sequence[Pair], signals: dict[str, Signal]) -> dict[str, list[Tensor]]:
     """Every signal's values at full depth, (R - 1, B, T) for each batch."""
     found: dict[str, list[Tensor]] = {name: [] for name in signals}
-    for tokens, _ in pairs:
-        listener = Listener(signals)
-        model.hidden(model.embed(tokens), depth=Exit(listener, 1.0), stats=False)
-        for name, values in listener.heard.items():
-            found[name].append(torch.stack(values))
+    coda = {name: signal for name, signal in signals.items() if signal.asks == "coda"}
+    plain = {name: signal for name, signal in signals.items() if name not in coda}
+    for some, asks in ((plain, "logits"), (coda, "coda")):
+        for tokens, _ in pairs if some else ():
+            listener = Listener(some, asks)
+            model.hidden(model.embed(tokens), depth=Exit(listener, 1.0), stats=False)
+            for name, values in listener.heard.items():
+                found[name].append(torch.stack(values))
     return found
 
 
@@ -132,6 +135,8 @@ def evaluate_exits(
     with Progress("exits", show=not quiet) as progress:
         gate = train_gate(model, _training(data, size))
         signals: dict[str, Signal] = {name: make() for name, make in SIGNALS.items()} | {"gate": gate}
+        if not Layout.of(config.model).coda:
+            signals = {name: signal for name, signal in signals.items() if signal.asks != "coda"}
         heard = listen(model, choose, signals)
         rows = {
             name: _one_signal(model, signal, heard[name], choose, report, risk, confidence)

@@ -66,6 +66,8 @@ class LoopedConfig(PreTrainedConfig):
     """
 
     model_type = "looptim"
+    through_coda = False
+    """Whether an exit reads predictions through the coda, whose visits have places of their own in the KV cache."""
     # This must be a list, since Trainer adds another to it.
     keys_to_ignore_at_inference = ["past_key_values", "aux_loss"]  # noqa: RUF012
 
@@ -126,7 +128,8 @@ class LoopedConfig(PreTrainedConfig):
         """The kind of attention of every unrolled layer: the KV cache is laid out by it."""
         config = self.to_model_config()
         config = config if self.loops is None else config.with_loops(self.loops)
-        names = [layer.attention.name for layer in Layout.of(config).layers]
+        layout = Layout.of(config)
+        names = [layer.attention.name for layer in [*layout.layers, *layout.readings(self.through_coda)]]
         # A kind that transformers has no word for is cached whole, and masked by its own window.
         return [name if name == "sliding_attention" else "full_attention" for name in names]
 
@@ -145,7 +148,10 @@ class LoopedConfig(PreTrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, what is derived from them for other readers, and where the code is."""
-        return super().to_dict() | {
+        given = super().to_dict()
+        # Exits are not saved.
+        given.pop("through_coda", None)
+        return given | {
             "num_hidden_layers": self.num_hidden_layers,
             "layer_types": self.layer_types,
             "auto_map": {auto: f"{SHIM}.{name}" for auto, name in AUTO_CLASSES.items()},

@@ -66,7 +66,10 @@ class LoopedModel(LoopedPreTrainedModel):
             # An exit leaves each loop its own number, where they have several.
             loops = counts.pop() if len(counts) == 1 else None
         config = self.body.config if loops is None else self.body.config.with_loops(loops)
-        layers = Layout.of(config).layers
+        layout = Layout.of(config)
+        readings = layout.readings(depth is not None and depth.through_coda)
+        layers = [*layout.layers, *readings]
+        self.config.through_coda = bool(readings)
         self.slots = nn.ModuleList(AttentionSlot(self.config, i, layer.attention) for i, layer in enumerate(layers))
         self._depth, self._loops = depth, loops
         return loops

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sliding_window_overlay
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -66,16 +67,22 @@ class AttentionSlot(nn.Module):
         attention_mask: Any,
         past_key_values: Cache | None,
         weights: list[Tensor] | None = None,
+        rows: Int[Tensor, " R"] | None = None,
         **kwargs: Any,
     ) -> Float[Tensor, "B H T D"]:
         """Attend to the cached keys and these; `weights`, if given, receives the attention weights.
 
-        Without a query, which is a visit that all tokens skip, these keys and values are cached and that is all.
+        Without a query, which is a visit that all tokens skip, these keys and values are cached and that is all. With
+        `rows` the queries are those of these sequences alone, and all keys and values are cached.
         """
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         if not query.shape[2]:
             return query
+        if rows is not None:
+            key, value = key[rows], value[rows]
+            attention_mask = _of_rows(attention_mask, rows)
+            kwargs = {name: _of_rows(given, rows) for name, given in kwargs.items()}
         implementation = self.config._attn_implementation or "eager"
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
         y, seen = attention(
@@ -97,6 +104,14 @@ class AttentionSlot(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.layer_idx}, {self.kind.name}"
+
+
+def _of_rows(given: Any, rows: Tensor) -> Any:
+    """A mask or positions of some sequences, where each sequence has its own."""
+    if isinstance(given, BlockMask):
+        raise ValueError("mode='compact' gathers sequences, which flex attention does not; choose sdpa, or mode='end'")
+    own = isinstance(given, Tensor) and given.dim() > 1 and len(given) > 1
+    return given[rows] if own else given
 
 
 def make_masks(

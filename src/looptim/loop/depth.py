@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 import torch
 from torch import Tensor
 
+from ..base.choices import choose
 from .signals import Signal, find_signal
 from .walk import Decode, ExitWalk, Live, Walk
 
@@ -45,6 +46,11 @@ class Depth(ABC):
     @property
     def by_place(self) -> bool:
         """Whether it knows tokens by their place, so that it must be told which ones a call has."""
+        return False
+
+    @property
+    def through_coda(self) -> bool:
+        """Whether it looks at predictions through the coda, which is then visited after every step."""
         return False
 
     @abstractmethod
@@ -206,8 +212,9 @@ class Exit(Depth):
     """Whether loop-specific transitions go on beyond their number with the last of them."""
     prompt: int = 0
     """The first so many tokens of every sequence take all steps: prefill at full depth."""
-    mode: Literal["end", "mask"] = "end"
-    """Whether the loop ends when nobody is left, or runs all its steps: for one graph, or weights that are sharded."""
+    mode: Literal["end", "mask", "compact"] = "end"
+    """`end`: the loop ends when nobody is left. `mask`: it runs all its steps, for one graph, or weights that are
+    sharded. `compact`: sequences in which nobody is left also leave the batch, which a GPU has to be waited for."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "signal", find_signal(self.signal))
@@ -219,8 +226,7 @@ class Exit(Depth):
             _check_whole("maximum", self.maximum)
             if self.minimum > self.maximum:
                 raise ValueError(f"minimum ({self.minimum}) must not exceed maximum ({self.maximum})")
-        if self.mode not in ("end", "mask"):
-            raise ValueError(f"mode must be end or mask, got {self.mode!r}")
+        choose("mode", self.mode, dict.fromkeys(("end", "mask", "compact")))
 
     @property
     def needs_record(self) -> bool:
@@ -230,6 +236,11 @@ class Exit(Depth):
     @property
     def by_place(self) -> bool:
         return self.prompt > 0
+
+    @property
+    def through_coda(self) -> bool:
+        assert isinstance(self.signal, Signal)
+        return self.signal.asks == "coda"
 
     def count_steps(self, loop: Loop, batch: int) -> int:
         total = loop.steps if self.maximum is None else self.maximum

@@ -17,7 +17,7 @@ from .reversible import Tape, irreversible_part
 from .rules import Carry
 from .state import Copies, Mean
 from .transition import Record, Transition
-from .waiting import merge
+from .waiting import merge, spread, take
 from .walk import Decode, Walk
 
 if TYPE_CHECKING:
@@ -124,24 +124,29 @@ class Loop(nn.Module):
             )
         tape = Tape() if self.reversible else None
         carry, record, lived, reads = schedule[0].rule.init(Y), None, [], []
+        # Who observes sees all sequences.
+        walk.gathers = walk.gathers and observe is None
         for step, transition in enumerate(schedule):
             live = walk.enter(step, record)
             if live is False:
                 break
-            before = Y, carry
+            before, rows = (Y, carry), walk.rows
+            seen = take(rows, Y, e, carry)
             with torch.no_grad() if grad_steps is not None and step < total - grad_steps else nullcontext():
                 if observe is None and not walk.needs_record:
                     Y, carry = transition(Y, e, stacks[step], carry, tape if torch.is_grad_enabled() else None)
                 else:
-                    record = (transition.run if observe is None else transition.step)(Y, e, stacks[step], carry)
-                    Y, carry = record.Y, record.carry
+                    run = transition.run if observe is None else transition.step
+                    record = run(seen[0], seen[1], stacks[step], seen[2])
+                    Y, carry = spread(rows, len(e), record.Y, record.carry)
             if isinstance(live, Tensor):
                 Y, carry = merge(live, (Y, carry), before, transition.rule)
             lived.append(live)
             if step + 1 in walk.policy.reads:
                 reads.append(self.readout(Y))
             if record is not None:
-                record = record._replace(Y=Y, carry=carry)
+                after = take(rows, Y, e, carry)
+                record = record._replace(Y=after[0], carry=after[2])
                 if observe is not None:
                     observe(transition, record)
         h = self.readout(Y)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
@@ -44,8 +45,8 @@ class Signal(nn.Module):
     torch.Size([1, 2, 8])
     """
 
-    asks: ClassVar[Literal["record", "hidden", "logits"]] = "record"
-    """The most expensive thing it looks at; logits need a model with a head."""
+    asks: Literal["record", "hidden", "logits", "coda"] = "record"
+    """The most expensive thing it looks at: predictions need a model with a head, and `coda` has them go through it."""
 
     @abstractmethod
     def forward(self, seen: Seen, memory: Any) -> tuple[Float[Tensor, "B T"], Any]:
@@ -96,11 +97,21 @@ class Acceleration(Signal):
         return torch.maximum(now, last), (move, now)
 
 
-@final
-class KL(Signal):
-    """`KL(p_l | p_{l-1})` between the predictions after two successive steps, Huginn's criterion."""
+class Predicting(Signal):
+    """A signal that looks at predictions, read by norm and head alone or, dearer and as trained, through the coda."""
 
-    asks = "logits"
+    def __init__(self, *, coda: bool = False):
+        super().__init__()
+        self.asks = "coda" if coda else "logits"
+
+    @property
+    def name(self) -> str:
+        return super().name + ("_coda" if self.asks == "coda" else "")
+
+
+@final
+class KL(Predicting):
+    """`KL(p_l | p_{l-1})` between the predictions after two successive steps, Huginn's criterion."""
 
     def forward(self, seen: Seen, memory: Any) -> tuple[Tensor, Tensor]:
         assert seen.logits is not None
@@ -111,10 +122,8 @@ class KL(Signal):
 
 
 @final
-class Entropy(Signal):
+class Entropy(Predicting):
     """`-sum p log p` of the prediction, in nats."""
-
-    asks = "logits"
 
     def forward(self, seen: Seen, memory: Any) -> tuple[Tensor, None]:
         assert seen.logits is not None
@@ -123,10 +132,8 @@ class Entropy(Signal):
 
 
 @final
-class Margin(Signal):
+class Margin(Predicting):
     """`1 - (p_1 - p_2)` for the two likeliest tokens."""
-
-    asks = "logits"
 
     def forward(self, seen: Seen, memory: Any) -> tuple[Tensor, None]:
         assert seen.logits is not None
@@ -204,6 +211,9 @@ SIGNALS: dict[str, Callable[[], Signal]] = {
     "kl": KL,
     "entropy": Entropy,
     "margin": Margin,
+    "kl_coda": partial(KL, coda=True),
+    "entropy_coda": partial(Entropy, coda=True),
+    "margin_coda": partial(Margin, coda=True),
 }
 """The signals that need nothing but the model, by name; `Gate`, `Random` and a user's own are given as objects."""
 

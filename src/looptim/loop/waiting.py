@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,37 @@ from ..base.numerics import wide
 from .rules import Carry, Rule, form, memory_for
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool
+    from jaxtyping import Bool, Int
+
+
+def take(rows: Int[Tensor, " R"] | None, Y: Tensor, e: Tensor, carry: Carry) -> tuple[Tensor, Tensor, Carry]:
+    """What a step of the sequences in `rows` looks at; all that there is where that is None."""
+    if rows is None:
+        return Y, e, carry
+
+    def of(t: Any, least: int) -> Any:
+        return t[rows] if isinstance(t, Tensor) and t.dim() >= least and len(t) == len(Y) else t
+
+    return Y[rows], e[rows], _map_carry(of, carry)
+
+
+def spread(rows: Int[Tensor, " R"] | None, batch: int, Y: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+    """What a step of the sequences in `rows` gave, in its place among `batch` of them; zero elsewhere."""
+    if rows is None:
+        return Y, carry
+
+    def back(t: Any, least: int) -> Any:
+        found = isinstance(t, Tensor) and t.dim() >= least and len(t) == len(rows)
+        return t.new_zeros(batch, *t.shape[1:]).index_copy(0, rows, t) if found else t
+
+    return back(Y, 1), _map_carry(back, carry)
+
+
+def _map_carry(function: Callable[[Any, int], Any], carry: Carry) -> Carry:
+    """A carry with `function` applied to its leaves, and to how many axes such a leaf has at least if it has (B, T)."""
+    # Step sizes and decays broadcast against the state from the right, memories begin like it on the left.
+    least = Carry(4, 4, 1)
+    return Carry(*(pytree.tree_map(lambda t, n=n: function(t, n), part) for part, n in zip(carry, least, strict=True)))
 
 
 def merge(
@@ -36,7 +67,6 @@ def merge(
     def pick(mask: Tensor, new: Any, old: Any) -> Any:
         return pytree.tree_map(lambda n, o: _where(mask, n, o, like=Y), new, old)
 
-    # Step sizes and decays broadcast against the state from the right, memories begin like it on the left.
     carry = Carry(pick(mask, carry.eta, carry_before.eta), pick(mask, carry.lam, lam), pick(live, carry.memory, memory))
     return pick(mask, Y, Y_before), carry
 

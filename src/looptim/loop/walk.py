@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from .signals import Seen, Signal
 
@@ -27,11 +28,15 @@ class Walk:
     """One call of a loop under a policy: all that is remembered from step to step."""
 
     def __init__(self, policy: Depth, loop: Loop, e: Tensor, decode: Decode | None):
-        self.policy, self.loop, self.decode, self.device = policy, loop, decode, e.device
+        self.policy, self.loop, self.decode, self.device, self.batch = policy, loop, decode, e.device, len(e)
         self.total = policy.count_steps(loop, len(e))
         self.schedule = loop.unroll(self.total)
         self.live: Live = True
         """Who takes the step that is running."""
+        self.gathers = False
+        """Whether steps are run by the sequences alone in which somebody is inside."""
+        self.rows: Tensor | None = None
+        """These sequences, by number; None for all."""
         self.begun = False
 
     @property
@@ -52,13 +57,14 @@ class ExitWalk(Walk):
     def __init__(self, policy: Exit, loop: Loop, e: Tensor, decode: Decode | None):
         super().__init__(policy, loop, e, decode)
         assert isinstance(policy.signal, Signal)
-        if policy.signal.asks == "logits" and decode is None:
+        if policy.signal.asks in ("logits", "coda") and decode is None:
             raise ValueError(
                 f"the signal {policy.signal.name} looks at predictions, which a loop without a model's head does not "
                 "have; choose residual, change or acceleration, or run it in a LoopedLM"
             )
         self.exit, self.signal, self.memory = policy, policy.signal, None
-        self.inside: Tensor | None = None
+        self.gathers = policy.mode == "compact"
+        self.inside = torch.ones(e.shape[:2], dtype=torch.bool, device=e.device)
         self.places = torch.arange(e.shape[1], device=e.device) < policy.prompt if policy.prompt else None
         self.someone = _Someone(e.device)
 
@@ -70,16 +76,32 @@ class ExitWalk(Walk):
     def _who_stays(self, step: int, record: Record) -> Live:
         asks, loop = self.signal.asks, self.loop
         hidden = None if asks == "record" else loop.readout(record.Y)
-        logits = self.decode(hidden) if asks == "logits" and self.decode and hidden is not None else None
+        predicts = asks in ("logits", "coda") and self.decode is not None and hidden is not None
+        logits = self.decode(hidden) if predicts else None
         seen = Seen(step, self.schedule[step - 1], record, hidden, logits)
         value, self.memory = self.signal(seen, self.memory)
         if step < self.exit.minimum:
             return True
         stays = ~(value < self.exit.threshold)
         stays = stays if self.places is None else stays | self.places
-        inside = stays if self.inside is None else self.inside & stays
-        self.inside = inside
-        return inside if self.exit.mode == "mask" else self.someone.among(inside)
+        if self.rows is None:
+            self.inside = self.inside & stays
+        else:
+            self.inside = self.inside.index_copy(0, self.rows, self.inside[self.rows] & stays)
+        if self.exit.mode == "mask":
+            return self.inside
+        if self.gathers:
+            self._gather()
+        return self.someone.among(self.inside)
+
+    def _gather(self) -> None:
+        """Find the sequences in which somebody is inside; the signal forgets the others. On a GPU this waits."""
+        some = self.inside.any(1)
+        before = torch.arange(len(some), device=some.device) if self.rows is None else self.rows
+        kept = some[before].nonzero().flatten()
+        if len(kept) < len(before):
+            self.rows = before[kept]
+            self.memory = pytree.tree_map(lambda t: t[kept] if isinstance(t, Tensor) else t, self.memory)
 
 
 @final

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from torch.nn.attention.flex_attention import BlockMask
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Tensor]
 """The slot of an unrolled layer: what attends with its queries, keys and values.
 
 A slot of a cache is also called with no queries, for a visit that all tokens skip, and only keeps what it is given.
+With `rows`, the queries are those of these sequences alone, of all that there are keys of.
 """
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -36,11 +37,12 @@ def causal_attention(
     *,
     window: int | None = None,
     starts: Int[Tensor, "batch length"] | None = None,
+    rows: Int[Tensor, " batch"] | None = None,
 ) -> Float[Tensor, "batch heads length dim"]:
     """Causal softmax attention; with a window the cost grows with length * window, with documents by document.
 
     y_i = sum_j softmax_j(q_i . k_j / sqrt(dim)) v_j over all j <= i, of which a window leaves i - window < j, and
-    documents leave starts_i <= j (see `document_starts`).
+    documents leave starts_i <= j (see `document_starts`). With `rows` the queries are those of these sequences alone.
 
     >>> x = torch.randn(1, 2, 5, 4)
     >>> torch.equal(causal_attention(x, x, x, window=1), x)
@@ -50,6 +52,8 @@ def causal_attention(
         raise ValueError(
             f"window counts the keys a query sees, itself included; got {window}, give at least 1 or None."
         )
+    if rows is not None:
+        k, v, starts = k[rows], v[rows], None if starts is None else starts[rows]
     if q.shape[2] != k.shape[2]:
         raise ValueError(
             f"got {q.shape[2]} queries and {k.shape[2]} keys: with a cache, attend through a slot of its own."

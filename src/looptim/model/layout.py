@@ -80,6 +80,29 @@ class Layout:
         return [layer for segment in self.segments for step in segment.steps for layer in step]
 
     @property
+    def coda(self) -> tuple[LayerSpec, ...]:
+        """The layers after the loop, for a layout that has one loop and something after it."""
+        rests = [self.segments[place + 1 :] for place, segment in enumerate(self.segments) if segment.looped]
+        return rests[0][0].steps[0] if len(rests) == 1 and rests[0] else ()
+
+    def readings(self, through_coda: bool) -> list[LayerSpec]:
+        """The visits of the coda after every step but the last, behind `layers` in a KV cache; none unless wanted."""
+        if not through_coda:
+            return []
+        if not self.coda:
+            raise ValueError(
+                "a signal with _coda reads predictions through the layers after the loop, and this layout has "
+                f"{'none' if self.loops == 1 else f'{self.loops} loops'}; leave _coda out, or choose residual"
+            )
+        steps = next(len(segment.steps) for segment in self.segments if segment.looped)
+        return [layer for _ in range(steps - 1) for layer in self.coda]
+
+    @property
+    def loops(self) -> int:
+        """How many looped segments there are."""
+        return sum(segment.looped for segment in self.segments)
+
+    @property
     def blocks(self) -> list[LayerSpec]:
         """The first visit of every distinct block."""
         return [layer for layer in self.layers if layer.visit == 0]

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ..config import ModelConfig
 from ..loop import Depth, Loop
 from ..loop.depth import Fixed
-from .attention import Attend, causal_attention, document_starts
+from .attention import Attend
 from .block import Block
 from .build import build_block, build_loop, derive, draw_seed, seeded
 from .embedding import build_embedding
@@ -21,8 +21,7 @@ from .head import IGNORE, Head
 from .layout import Layout
 from .moe import MoEStats
 from .norm import RMSNorm
-from .rope import rope_table
-from .visits import HeldKeys, Visit
+from .visits import HeldKeys, Reading, Visit, make_visits
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -163,7 +162,9 @@ class LoopedBody(nn.Module):
         if documents is not None:
             self.check_documents()
         layout = Layout.of(self._with_depth(depth, len(h)))
-        visits = iter(self._visits(layout, h, positions, attend, documents))
+        readings = layout.readings(depth is not None and depth.through_coda)
+        made = make_visits([*layout.layers, *readings], h, positions, attend, documents)
+        visits, later = iter(made), made[len(layout.layers) :]
         loops = iter(cast("list[Loop]", list(self.loops)))
         told: list[tuple[int, MoEStats]] = []
         depths: list[Tensor] = []
@@ -172,9 +173,14 @@ class LoopedBody(nn.Module):
             seen: list[list[tuple[int, MoEStats]]] = [[] for _ in segment.steps]
             rows = [[next(visits) for _ in layers] for layers in segment.steps]
             walk, held, loop = None, None, next(loops) if segment.looped else None
+            read = self.reader()
             if loop is not None:
-                walk = loop.begin(h, depth or Fixed(len(rows)), decode=self.reader())
+                run = partial(self._run, told=None, observe=None)
+                read = Reading(run, read, later, len(rows) - 1) if later and read is not None else read
+                walk = loop.begin(h, depth or Fixed(len(rows)), decode=read)
                 held = HeldKeys(walk) if walk.policy.leaves else None
+                if isinstance(read, Reading):
+                    read.held = HeldKeys(walk)
             steps = [
                 partial(self._run, visits=row, told=into if stats else None, observe=observe, held=held)
                 for row, into in zip(rows, seen, strict=True)
@@ -187,6 +193,8 @@ class LoopedBody(nn.Module):
                 h, state = loop(h, steps, depth=walk, grad_steps=grad_loops, return_state=True)
                 if held is not None and attend is not None:
                     held.skip(visit for row in rows[len(state.live) :] for visit in row)
+                    if isinstance(read, Reading):
+                        read.skip()
                 # What a sequence computes while it waits, or after it has left, is not counted.
                 seen = [_of_the_live(some, live) for some, live in zip(seen, state.live, strict=False)]
                 depths.append(state.depth)
@@ -223,43 +231,15 @@ class LoopedBody(nn.Module):
         recompute = self.checkpointing and torch.is_grad_enabled()
         for visit in visits:
             block = cast(Block, self.blocks[visit.block])
-            slot, live = (visit.attend, None) if held is None else (held.slot(visit), held.live)
-            arguments = (h, slot, visit.rope, visit.number, told is not None, live)
+            slot, rope, live = (visit.attend, visit.rope, None) if held is None else held.enter(visit)
+            arguments = (h, slot, rope, visit.number, told is not None, live)
             h, seen = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
             # A visit is counted and observed here, outside of what is recomputed, so that it counts once.
             if seen is not None and told is not None:
                 told.append((visit.block, seen))
             if observe is not None:
-                observe(h)
+                observe(h if held is None else held.whole(h))
         return h
-
-    def _visits(
-        self,
-        layout: Layout,
-        h: Tensor,
-        positions: Tensor | None,
-        attend: Sequence[Attend] | None,
-        documents: Tensor | None,
-    ) -> list[Visit]:
-        """Every unrolled layer, with all its block is called with."""
-        layers = layout.layers
-        starts = None if documents is None else document_starts(documents)
-        if positions is None:
-            positions = torch.arange(h.shape[1], device=h.device)
-            positions = positions if starts is None else positions - starts
-        dtype = torch.promote_types(h.dtype, torch.float32)
-        kinds = dict.fromkeys(layer.attention for layer in layers)
-        rope = {kind: rope_table(positions, kind.rotary_width, kind.theta, dtype=dtype) for kind in kinds}
-        if attend is None:
-            slots = {kind: partial(causal_attention, window=kind.window, starts=starts) for kind in kinds}
-            attend = [slots[layer.attention] for layer in layers]
-        assert len(attend) == len(layers)
-        # The number of a visit is a tensor, so that a compiled block takes it as data and is compiled once for all.
-        numbers = torch.arange(max(layout.visits), device=h.device).unbind()
-        return [
-            Visit(layer.block, slot, rope[layer.attention], numbers[layer.visit])
-            for layer, slot in zip(layers, attend, strict=True)
-        ]
 
     def compile_blocks(self, **options) -> None:
         """Compile the blocks, and of transitions what runs fused, not the loop: each once for all its visits."""
@@ -339,7 +319,11 @@ def _of_the_live(stats: list[tuple[int, MoEStats]], live: Tensor | bool) -> list
     if not isinstance(live, Tensor):
         return stats
     live = live if live.dim() == 1 else live.any(1)
-    return [(block, MoEStats(seen.load[live], seen.aux_loss[live])) for block, seen in stats]
+    # Where sequences that have left leave the batch too, there is nothing of them.
+    return [
+        (block, seen if len(seen.load) < len(live) else MoEStats(seen.load[live], seen.aux_loss[live]))
+        for block, seen in stats
+    ]
 
 
 def auxiliary_loss(stats: Sequence[tuple[int, MoEStats]]) -> Tensor | None:

@@ -125,32 +125,29 @@ def _chosen(records: Records) -> Table:
     rows: list[list[str | Cell]] = []
     for variant, by_seed in records.items():
         chosen = {
-            signal: [record["signals"][signal]["chosen"] for record in by_seed.values()]
-            for signal in _signals(records)
+            signal: [record["signals"][signal]["chosen"] for record in by_seed.values()] for signal in _signals(records)
         }
         loops = [estimate([row["loops"] for row in each]) for each in chosen.values()]
         rows.append([variant, "mean loops", *(_cell(value, "{:.2f}") for value in loops)])
         more = [estimate([100 * row["more loss"] for row in each]) for each in chosen.values()]
         rows.append([variant, "more loss, %", *(_cell(value, "{:+.2f}") for value in more)])
-        random = [
-            100 * (record["random"]["loss"] / record["static"][-1]["loss"] - 1) for record in by_seed.values()
-        ]
+        random = [100 * (record["random"]["loss"] / record["static"][-1]["loss"] - 1) for record in by_seed.values()]
         same = [_cell(estimate(random), "{:+.2f}") if name == OURS else Cell(None) for name in chosen]
         rows.append([variant, "random exits, same shares: more loss, %", *same])
     settings = next(iter(next(iter(records.values())).values()))["settings"]
     notes = [
-        f"Each run's threshold is the last of a row at which the loss is shown to rise by at most {settings['risk']:.0%} "
-        f"(confidence {settings['confidence']:.0%}), on half of {settings['windows']} held-out windows; the numbers "
-        "are of the other half. Means over seeds, ± a 95% interval.",
+        "Each run's threshold is the last of a row at which the loss is shown to rise by at most "
+        f"{settings['risk']:.0%} (confidence {settings['confidence']:.0%}), on half of {settings['windows']} held-out "
+        "windows; the numbers are of the other half. Means over seeds, ± a 95% interval.",
     ]
     header = ["model", "", *_signals(records)]
-    return Table(
-        "exits_chosen", "Thresholds that a risk bound allows", header, rows, notes, error=HALF_WIDTH, labels=2
-    )
+    return Table("exits_chosen", "Thresholds that a risk bound allows", header, rows, notes, error=HALF_WIDTH, labels=2)
 
 
 def _kinds(records: Records) -> Table:
-    kinds = list(dict.fromkeys(k for by_seed in records.values() for record in by_seed.values() for k in record["kinds"]))
+    kinds = list(
+        dict.fromkeys(k for by_seed in records.values() for record in by_seed.values() for k in record["kinds"])
+    )
     rows: list[list[str | Cell]] = []
     for variant, by_seed in records.items():
         depths = [

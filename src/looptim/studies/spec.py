@@ -211,7 +211,13 @@ def make_plan(path: Path, study: Study, *, set: Iterable[str] = ()) -> Plan:
     counts = _counts(configs)
     codes = {name: code_of(config.model.loop.preset) for name, config in configs.items()}
     cells = [
-        Cell(name, seed, config.model_copy(update={"train": _seeded(config.train, study.vary, seed)}), codes[name], study.exits)
+        Cell(
+            name,
+            seed,
+            config.model_copy(update={"train": _seeded(config.train, study.vary, seed)}),
+            codes[name],
+            study.exits,
+        )
         for seed in study.seeds
         for name, config in configs.items()
     ]
