@@ -120,8 +120,8 @@ def evaluate_exits(
     """Choose thresholds on half of some held-out windows, report on the other half; prefill has exits too.
 
     For each signal thresholds are tried from the safest on, for real, until one is not shown, at `confidence`, to raise
-    the loss by at most the share `risk`; the last that was is chosen. One after another in a fixed order, these tests
-    need no correction for their number.
+    the loss by at most the share `risk` (of a loss below 1 nat: by `risk` nats); the last that was is chosen. One after
+    another in a fixed order, these tests need no correction for their number.
     """
     if not 0 < risk < 1 or not 0.5 <= confidence < 1:
         raise ValueError(f"risk and confidence must be shares, confidence at least 0.5; got {risk} and {confidence}")
@@ -130,7 +130,7 @@ def evaluate_exits(
     model, tokenizer = load(path)
     config = RunDir(path).config()
     data = open_data(config.data, vocab_size=config.model.vocab_size, seq_len=config.train.seq_len, progress=not quiet)
-    size = min(16, windows // 4)
+    size = min(32, windows // 4)
     choose, report = _pairs(data, windows // 2, size, first=0), _pairs(data, windows // 2, size, first=1)
     with Progress("exits", show=not quiet) as progress:
         gate = train_gate(model, _training(data, size))
@@ -157,7 +157,7 @@ def evaluate_exits(
                 "seed": config.train.seed,
             },
             "signals": rows,
-            **_controls(model, report, rows["residual"]),
+            **_controls(model, data, report, rows["residual"]),
         }
         _compare(record)
         best = Exit("residual", rows["residual"]["chosen"]["threshold"])
@@ -206,7 +206,7 @@ def _one_signal(
         depth = Exit(signal, threshold)
         if open_:
             tried = run_exits(model, choose, [depth] * len(choose))
-            open_ = upper_bound(tried.by_window - full.by_window, confidence) <= risk * full.loss
+            open_ = upper_bound(tried.by_window - full.by_window, confidence) <= risk * max(full.loss, 1.0)
             accepted = threshold if open_ else accepted
         curve.append({"threshold": threshold, **run_exits(model, report, [depth] * len(report)).numbers()})
     chosen = run_exits(model, report, [Exit(signal, accepted)] * len(report))
@@ -218,8 +218,8 @@ def _one_signal(
         "chosen": {
             "threshold": accepted,
             **chosen.numbers(),
-            "more loss": chosen.loss / full.loss - 1,
-            "more loss at most": upper_bound(chosen.by_window - full.by_window, confidence) / full.loss,
+            "more loss": chosen.loss - full.loss,
+            "more loss at most": upper_bound(chosen.by_window - full.by_window, confidence),
         },
         "histogram": (shares / shares.sum()).tolist(),
     }
@@ -252,7 +252,7 @@ def _screened(
     return rows
 
 
-def _controls(model: LoopedLM, report: Sequence[Pair], residual: dict[str, Any]) -> dict[str, Any]:
+def _controls(model: LoopedLM, data: Dataset, report: Sequence[Pair], residual: dict[str, Any]) -> dict[str, Any]:
     """The static frontier, random exits with the shares of the chosen one, and oracles that know every loss."""
     loop = model.loops[0]
     assert isinstance(loop, Loop)
@@ -263,33 +263,43 @@ def _controls(model: LoopedLM, report: Sequence[Pair], residual: dict[str, Any])
     torch.manual_seed(0)
     random = run_exits(model, report, [Exit(Random(residual["histogram"]), 1.0)] * len(report)).numbers()
     traces = [read_every_loop(model, *pair)[0] for pair in report]
-    oracle = [run_exits(model, report, _oracle(report, traces, price)).numbers() for price in PRICES]
+    policies = [_oracle(report, traces, price, more) for more in (0, 1) for price in PRICES]
+    hops = [data.needed_hops(tokens) for tokens, _ in report]
+    if all(each is not None for each in hops):
+        # A hop a loop; a problem's first two statements are read in the first.
+        policies += [[PerToken((each.clamp(1) + more).clamp(max=loop.steps)) for each in hops] for more in (0, 1)]
+    oracle = [run_exits(model, report, policy).numbers() for policy in policies]
     return {"static": static, "random": random, "oracle": oracle}
 
 
-def _oracle(pairs: Sequence[Pair], traces: Sequence[Tensor], price: float) -> list[PerToken]:
-    """The depth at which each token's loss and a price for its loops are smallest; tokens without target go through."""
+def _oracle(pairs: Sequence[Pair], traces: Sequence[Tensor], price: float, more: int) -> list[PerToken]:
+    """The depth at which each token's loss and a price for its loops are smallest; tokens without target go through.
+
+    That is what is best for the token itself. Others read the keys it had in its last loop, which saw what the loop
+    before had computed; so that they see its answer, it may stay some loops `more`.
+    """
     policies = []
     for (_, targets), losses in zip(pairs, traces, strict=True):
         priced = losses + price * torch.arange(len(losses)).reshape(-1, 1, 1)
-        depth = priced.argmin(0) + 1
+        depth = (priced.argmin(0) + 1 + more).clamp(max=len(losses))
         policies.append(PerToken(torch.where(targets != IGNORE, depth, len(losses))))
     return policies
 
 
 def _compare(record: dict[str, Any]) -> None:
-    """Each signal's share of the oracle's gap to the static frontier, at equal mean loops, averaged where all reach."""
-    deepest = record["static"][-1]["loops"]
-    static, oracle = frontier(record["static"]), frontier([*record["oracle"], record["static"][-1]])
-    low = max(static[0][0], oracle[0][0])
-    places = np.linspace(1.25, deepest - 0.25, 13)
-    gap = np.interp(places, *static) - np.interp(places, *oracle)
-    usable = (places >= low) & (gap > 1e-3)
+    """Each signal's share of the area between the static frontier and the best oracle, over mean loops.
+
+    Fixed depth and oracle are taken at their best: of two of their policies each window may have either.
+    """
+    places = np.linspace(1.25, record["static"][-1]["loops"] - 0.25, 13)
+    static = mixed(record["static"], places)
+    gap = static - mixed([*record["oracle"], *record["static"]], places)
+    usable = gap.mean() > 1e-3
     for row in record["signals"].values():
         ends = [record["static"][0], record["static"][-1]]
         curve = frontier([*row["curve"], *ends])
-        closed = (np.interp(places, *static) - np.interp(places, *curve))[usable] / gap[usable]
-        row["gap closed"] = float(closed.mean()) if usable.any() else None
+        closed = (static - np.interp(places, *curve)).sum() / gap.sum() if usable else None
+        row["gap closed"] = None if closed is None else float(closed)
 
 
 def frontier(points: Sequence[dict[str, float]]) -> tuple[np.ndarray, np.ndarray]:
@@ -300,6 +310,21 @@ def frontier(points: Sequence[dict[str, float]]) -> tuple[np.ndarray, np.ndarray
     """
     ordered = sorted(points, key=lambda point: point["loops"])
     return np.array([p["loops"] for p in ordered]), np.array([p["loss"] for p in ordered])
+
+
+def mixed(points: Sequence[dict[str, float]], places: np.ndarray) -> np.ndarray:
+    """The least loss at each mean of loops where every window may have either of two of the policies.
+
+    >>> policies = [{"loops": 1.0, "loss": 3.0}, {"loops": 2.0, "loss": 2.5}, {"loops": 3.0, "loss": 1.0}]
+    >>> mixed(policies, np.array([1.0, 2.0, 2.5]))
+    array([3. , 2. , 1.5])
+    """
+    loops, losses = frontier(points)
+    first, second = (index.flatten() for index in np.indices((len(loops), len(loops))))
+    width = np.maximum(loops[second] - loops[first], 1e-9)
+    shares = (places[:, None] - loops[first]) / width
+    between = losses[first] + shares.clip(0, 1) * (losses[second] - losses[first])
+    return np.where((shares >= 0) & (shares <= 1), between, np.inf).min(1)
 
 
 def _flops(config: Any, loops: float) -> dict[str, float]:

@@ -156,9 +156,12 @@ class PerToken(Depth):
     counts: Int[Tensor, "B T"] | Sequence[Sequence[int]]
     maximum: int | None = None
     """The steps of the loop as it is unrolled, for one that is not run as its layout says."""
+    mode: Literal["end", "mask"] = "end"
+    """That of `Exit`."""
     longest: int = field(init=False)
 
     def __post_init__(self) -> None:
+        choose("mode", self.mode, dict.fromkeys(("end", "mask")))
         counts = _whole_numbers(self.counts, 2, "one per token, (B, T)")
         object.__setattr__(self, "counts", counts)
         object.__setattr__(self, "longest", int(counts.max()))
@@ -174,14 +177,14 @@ class PerToken(Depth):
 
     def live(self, step: int, total: int, last: Live | None, record: Record | None) -> Live:
         assert isinstance(self.counts, Tensor)
-        return self.counts > step if step < self.longest else False
+        return self.counts > step if step < self.longest or self.mode == "mask" else False
 
     def part(self, first: int, length: int) -> PerToken:
         assert isinstance(self.counts, Tensor)
         counts = self.counts[:, first : first + length]
         if counts.shape[1] != length:
             raise ValueError(f"counts has {self.counts.shape[1]} tokens, but token {first + length} is asked for")
-        return PerToken(counts, self.maximum)
+        return PerToken(counts, self.maximum, self.mode)
 
 
 @final

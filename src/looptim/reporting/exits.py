@@ -73,8 +73,8 @@ def gap_table(groups: Mapping[str, Sequence[Record]]) -> Table:
         gain = _mean(record["static"][0]["loss"] - record["static"][-1]["loss"] for record in group)
         rows.append([name, Cell(len(group), form="{:.0f}"), gain, *cells])
     notes = [
-        "1 is the oracle, 0 the static frontier; negative is worse than running every token equally deep.",
-        "Averaged over mean depths at which oracle and static frontier differ by more than 0.001 nats.",
+        "Of the area between two lines over mean loops: 0 is the static frontier, every token equally deep, 1 the best "
+        "of the oracles; negative is worse than the static frontier.",
         "± is a standard error over seeds. The oracle knows each token's loss after every loop at full depth.",
     ]
     header = ["model", "seeds", "gain of all loops, nats", *signals]
@@ -93,18 +93,19 @@ def chosen_table(name: str, group: Sequence[Record]) -> Table:
                 _mean((row["threshold"] for row in chosen), "{:.3g}"),
                 _mean((row["loops"] for row in chosen), "{:.2f}"),
                 _mean((row["loss"] for row in chosen), "{:.4f}"),
-                _mean((100 * row["more loss"] for row in chosen), "{:+.2f}"),
+                _mean((row["more loss"] for row in chosen), "{:+.4f}"),
             ]
         )
     rows.append(_control("random, the shares of residual", [record["random"] for record in group]))
     rows += [_control(f"all {i + 1} loops", [r["static"][i] for r in group]) for i in range(len(group[0]["static"]))]
     risk, sure = settings["risk"], settings["confidence"]
     notes = [
-        f"Chosen so that the loss rises by at most {risk:.0%}, at a confidence of {sure:.0%}; reported elsewhere.",
+        f"Chosen so that the loss rises by at most {risk:.0%} (below 1 nat: {risk:g} nats), at a confidence of "
+        f"{sure:.0%}; reported elsewhere.",
         f"Prefill: {settings['prefill']}. {settings['windows']} windows a run, half to choose by.",
     ]
     return Table(
-        "chosen", f"Chosen: {name}", ["signal", "threshold", "mean loops", "loss", "more loss, %"], rows, notes
+        "chosen", f"Chosen: {name}", ["signal", "threshold", "mean loops", "loss", "more loss, nats"], rows, notes
     )
 
 

@@ -59,9 +59,9 @@ def _gaps(records: Records) -> Table:
     every = [[x for row in gaps(records, signal).values() for x in row.values()] for signal in _signals(records)]
     rows.append([POOLED, Cell(None), Cell(None), *(_cell(estimate(values), "{:.2f}") for values in every)])
     notes = [
-        "0 is the static frontier, every token equally deep; 1 is an oracle that knows each token's loss after every "
-        "loop at full depth; negative is worse than the static frontier. At equal mean loops, averaged over depths at "
-        "which oracle and frontier differ by more than 0.001 nats.",
+        "Of the area between two lines over mean loops: 0 is the static frontier, every token equally deep, 1 the best "
+        "of oracles that know each token's loss after every loop at full depth (or its hops); negative is worse than "
+        "the static frontier. Of two policies of frontier or oracle each window may have either.",
         "± is a 95% interval over seeds (Student), of the last row over all runs. Prefill has exits too.",
     ]
     header = ["model", "loss, all loops", "gain over one loop", *_signals(records)]
@@ -129,16 +129,17 @@ def _chosen(records: Records) -> Table:
         }
         loops = [estimate([row["loops"] for row in each]) for each in chosen.values()]
         rows.append([variant, "mean loops", *(_cell(value, "{:.2f}") for value in loops)])
-        more = [estimate([100 * row["more loss"] for row in each]) for each in chosen.values()]
-        rows.append([variant, "more loss, %", *(_cell(value, "{:+.2f}") for value in more)])
-        random = [100 * (record["random"]["loss"] / record["static"][-1]["loss"] - 1) for record in by_seed.values()]
-        same = [_cell(estimate(random), "{:+.2f}") if name == OURS else Cell(None) for name in chosen]
-        rows.append([variant, "random exits, same shares: more loss, %", *same])
+        more = [estimate([row["more loss"] for row in each]) for each in chosen.values()]
+        rows.append([variant, "more loss, nats", *(_cell(value, "{:+.4f}") for value in more)])
+        random = [record["random"]["loss"] - record["static"][-1]["loss"] for record in by_seed.values()]
+        same = [_cell(estimate(random), "{:+.4f}") if name == OURS else Cell(None) for name in chosen]
+        rows.append([variant, "the same of random exits", *same])
     settings = next(iter(next(iter(records.values())).values()))["settings"]
+    risk, sure = settings["risk"], settings["confidence"]
     notes = [
-        "Each run's threshold is the last of a row at which the loss is shown to rise by at most "
-        f"{settings['risk']:.0%} (confidence {settings['confidence']:.0%}), on half of {settings['windows']} held-out "
-        "windows; the numbers are of the other half. Means over seeds, ± a 95% interval.",
+        f"Each run's threshold is the last of a row at which the loss is shown to rise by at most {risk:.0%}, below 1 "
+        f"nat by {risk:g} nats (confidence {sure:.0%}), on half of {settings['windows']} held-out windows; the numbers "
+        "are of the other half. Means over seeds, ± a 95% interval.",
     ]
     header = ["model", "", *_signals(records)]
     return Table("exits_chosen", "Thresholds that a risk bound allows", header, rows, notes, error=HALF_WIDTH, labels=2)

@@ -33,6 +33,9 @@ from ..training.train import train
 from .carry import pack, unpack, without_main
 from .spec import Cell, Plan
 
+EXIT_WINDOWS = 128
+"""Held-out windows, half of them to choose thresholds by."""
+
 
 def task_of(config: Config) -> str | None:
     """The synthetic task a run learns, which is then also measured by generation."""
@@ -182,7 +185,7 @@ def train_cell(cell: Cell, runs: Path) -> None:
             _ask(task, run)
         if cell.exits:
             with run.claim():
-                evaluate_exits(run.path, speed=False, quiet=True)
+                evaluate_exits(run.path, windows=EXIT_WINDOWS, speed=False, quiet=True)
     except DivergedError as error:
         write_whole(run.diverged_file, str(error))
 
