@@ -41,8 +41,9 @@ def recorded(model, tokens, depth):
 def main():
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
     rank = dist.get_rank()
-    shape = ModelConfig.tiny(layout="1-1x4-1", dense_layers=0, init_std=0.2)
-    config = Config(model=shape)
+    # The auxiliary loss is a mean over visits, which two processes that are left at different ones do not share.
+    shape = ModelConfig.tiny(layout="1-1x4-1", dense_layers=0, init_std=0.2, aux_coefficient=0.0)
+    config = Config(model=shape, train={"seq_len": 16})
     whole = LoopedLM(shape, seed=config.train.seed)
     world = World(rank, 2, torch.device("cpu"))
     sharded = mesh.build(config, world, mesh.open_mesh(ParallelConfig(), world))

@@ -229,6 +229,8 @@ class Exit(Depth):
             _check_whole("maximum", self.maximum)
             if self.minimum > self.maximum:
                 raise ValueError(f"minimum ({self.minimum}) must not exceed maximum ({self.maximum})")
+        if isinstance(self.prompt, bool) or not isinstance(self.prompt, int) or self.prompt < 0:
+            raise ValueError(f"prompt must be a whole number of tokens, got {self.prompt!r}")
         choose("mode", self.mode, dict.fromkeys(("end", "mask", "compact")))
 
     @property
