@@ -151,3 +151,20 @@ def test_more_processes_than_the_batch_can_feed(tmp_path):
     assert done.returncode != 0
     assert "train.batch_size (3) must be a multiple of the number of processes (2)" in done.stderr
     assert not Path(tmp_path / "run").exists()
+
+
+LONE = """
+import datetime
+from looptim.training import distributed
+distributed.CONNECT = datetime.timedelta(seconds=1)
+distributed.start()
+"""
+
+
+def test_a_process_that_finds_no_other_says_so_after_a_while(tmp_path):
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    done = subprocess.run(
+        [sys.executable, "-c", LONE], capture_output=True, text=True, timeout=120, env={**os.environ, **place}
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("ValueError: 2 processes did not find each other in 1 s (")

@@ -15,7 +15,7 @@ import looptim as lo
 from looptim.config import Config, ParallelConfig
 from looptim.model import Experts
 from looptim.training.mesh import build, open_mesh
-from looptim.training.plan import Gpu, do_without_values, fake_processes, rehearse
+from looptim.training.plan import Gpu, do_without_values, fake_processes, rehearse_once
 from looptim.training.plan_table import parse_gpu
 
 # What one of the processes does; the first writes down what it did, and how many rows went where.
@@ -63,7 +63,7 @@ def planned(recipe: Config, processes, sizes):
             for module in model.modules():
                 if isinstance(module, Experts) and module.exchange is not None:
                     module.exchange = dataclasses.replace(module.exchange, read=lambda sent, got: next(given))
-            return rehearse(recipe, world, model)
+            return rehearse_once(recipe, world, model)
 
 
 def disagreements(processes, keys, tmp_path, **train):
@@ -77,7 +77,7 @@ def disagreements(processes, keys, tmp_path, **train):
     assert min(peak["parameters"], peak["optimizer"]) > 0 and real["collectives"]
     agreed = {part: planned_peak[part] == peak[part] for part in ("parameters", "optimizer")}
     agreed |= {part: planned_peak[part] == pytest.approx(peak[part], rel=0.1) for part in ("activations", "all")}
-    agreed["collectives"] = [[*c[:3], list(c.ranks)] for c in fake.collectives] == real["collectives"]
+    agreed["collectives"] = [[*c[:3], list(c.ranks), c.module] for c in fake.collectives] == real["collectives"]
     return [part for part, same in agreed.items() if not same]
 
 

@@ -117,10 +117,10 @@ def doctor() -> None:
     """Check that this machine has what looptim needs."""
     from ..training.doctor import examine
 
-    ill = 0
+    failed = 0
     for finding in examine():
-        mark = {True: "well", False: "ILL ", None: "skip"}[finding.well]
+        mark = {True: "ok  ", False: "FAIL", None: "skip"}[finding.ok]
         print(f"{mark}  {finding.name}: {finding.said}", flush=True)
-        ill += finding.well is False
-    if ill:
-        raise ValueError(f"{ill} of the checks failed; docs/gpu.md says what each needs")
+        failed += finding.ok is False
+    if failed:
+        raise ValueError(f"{failed} of the checks failed; docs/gpu.md says what each needs")

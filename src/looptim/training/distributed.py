@@ -19,6 +19,8 @@ T = TypeVar("T")
 PATIENCE = datetime.timedelta(days=1)
 """How long processes wait for what one of them does with files: a corpus is packed for hours."""
 
+CONNECT = datetime.timedelta(minutes=3)
+"""How long processes wait for each other at the start; rarely, torch's own connecting hangs after a restart."""
 
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited", "Timed out")
 """What torch says, among other things, where another process has gone."""
@@ -146,9 +148,22 @@ def start() -> World:
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     if not dist.is_initialized():
         # The group is kept for the next training of this process: a new one would find the old one's keys in the store.
-        dist.init_process_group("nccl" if cuda else "gloo")
+        _connect("nccl" if cuda else "gloo", size)
         atexit.register(_leave)
     return World(dist.get_rank(), dist.get_world_size(), device, _waiting_group())
+
+
+def _connect(backend: str, size: int) -> None:
+    try:
+        dist.init_process_group(backend, timeout=CONNECT)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"{size} processes did not find each other in {CONNECT.total_seconds():g} s "
+            f"({str(error).splitlines()[0].rstrip('.')}); start all of them again, with --resume"
+        ) from error
+    # What they do together later may take longer.
+    usual = {"nccl": dist.constants.default_pg_nccl_timeout, "gloo": dist.constants.default_pg_timeout}[backend]
+    dist.distributed_c10d._set_pg_timeout(usual or dist.constants.default_pg_timeout, dist.group.WORLD)
 
 
 @functools.cache

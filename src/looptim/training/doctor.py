@@ -32,10 +32,10 @@ class Skip(Exception):  # noqa: N818
 
 
 class Finding(NamedTuple):
-    """What a check found; `well` is None where there was nothing to try it on."""
+    """What a check found; `ok` is None where there was nothing to try it on."""
 
     name: str
-    well: bool | None
+    ok: bool | None
     said: str
 
 

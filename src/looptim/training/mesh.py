@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import NamedTuple, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ..config import Config, ParallelConfig
 from ..model import Block, Experts, Layout, LoopedLM, MoE, RMSNorm, Router
@@ -142,3 +142,22 @@ def synchronize_gradients(model: LoopedLM, last: bool) -> None:
     """Reduce gradients over processes only in the last of several backwards that accumulate."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
+
+
+def hold_gradients(model: LoopedLM) -> list[Tensor]:
+    """Zeros where gradients of earlier micro-batches are kept until the last: whole, in fp32; all of them."""
+    if not isinstance(model, FSDPModule):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    held = []
+    for sharded in (each for state in states for group in state._fsdp_param_groups for each in group.fsdp_params):
+        # FSDP has no public way to give it gradients; tests compare this with micro-batches that are run.
+        gradient: Tensor = torch.zeros(sharded._orig_size, dtype=torch.float32)
+        spec = sharded._unsharded_dtensor_spec
+        if spec is not None:
+            gradient = DTensor.from_local(gradient, spec.mesh, spec.placements, run_check=False)
+        sharded.unsharded_accumulated_grad = gradient
+        held.append(gradient)
+    return held

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, cast, final
@@ -16,13 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import placement_types
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ..base import numerics
 from ..config import Config, ParallelConfig, Strict
 from ..data import Batch
 from ..model import Experts, LoopedLM
 from ..model.count import training_flops
 from .distributed import World
 from .exchange import AllToAll
-from .mesh import Sizes, build, open_mesh
+from .mesh import Sizes, build, hold_gradients, open_mesh
 from .optim import MuonAdamW, clip_gradients, parameter_groups
 from .record import Collective, Recorder
 from .step import TrainingState, accumulate
@@ -127,12 +129,12 @@ def _on(config: Config, mesh: ParallelConfig) -> Config:
 
 def _examine(config: Config, cluster: Cluster) -> dict[str, Any]:
     """One mesh."""
-    with fake_processes(cluster.gpus) as world, _all_to_all():
+    with fake_processes(cluster.gpus) as world, _as_on_gpus():
         mesh = open_mesh(config.parallel, world)
         with FakeTensorMode():
             model = build(config, world, mesh)
             do_without_values(model, config, world)
-            seen = rehearse(config, world, model)
+            seen = rehearse_once(config, world, model)
     sizes = Sizes.of(config.parallel, cluster.gpus)
     peak = seen.peak.total() / 1e9
     between = [c for c in seen.collectives if cluster.spans(c.ranks) > 1]
@@ -142,6 +144,7 @@ def _examine(config: Config, cluster: Cluster) -> dict[str, Any]:
         "fits": peak + cluster.gpu.reserve <= cluster.gpu.memory,
         "collectives": _table(seen.collectives, cluster),
         "bytes_between_nodes": round(sum(c.received for c in between)),
+        "bytes_between_nodes_by_module": _by_module(between),
         "bytes_through_card": round(sum(cluster.through_card(c) for c in between)),
         "seconds": _seconds(config, cluster, seen),
     }
@@ -160,6 +163,14 @@ def _table(collectives: Iterable[Collective], cluster: Cluster) -> list[dict[str
     return [
         {**dict(zip(names, key, strict=True)), "count": counts[key], "bytes": round(received[key])} for key in counts
     ]
+
+
+def _by_module(collectives: Iterable[Collective]) -> dict[str, int]:
+    """What moves for each block in forward and backward, and for all of them in the optimizer."""
+    received: Counter[str] = Counter()
+    for c in collectives:
+        received[STEP if c.phase == STEP else c.module.removesuffix(".feedforward.experts") or "other"] += c.received
+    return {name: round(size) for name, size in received.items()}
 
 
 def _seconds(config: Config, cluster: Cluster, seen: Recorder) -> dict[str, float]:
@@ -208,18 +219,19 @@ def fake_processes(size: int) -> Iterator[World]:
 
 
 @contextlib.contextmanager
-def _all_to_all() -> Iterator[None]:
-    """Let DTensors change their sharding by an all-to-all, as on GPUs: gloo has none, and they would gather all."""
-    before = placement_types.shard_dim_alltoall
+def _as_on_gpus() -> Iterator[None]:
+    """Change shardings by all-to-all, and orthogonalize whole stacks, as GPUs do and CPUs do not."""
+    before, cached = placement_types.shard_dim_alltoall, numerics.CACHED_NUMEL
 
     def exchange(x: Tensor, gather_dim: int, shard_dim: int, mesh: Any, side: int) -> Tensor:
         return torch.ops._dtensor.shard_dim_alltoall(x, gather_dim, shard_dim, mesh.get_group(side).group_name)
 
-    placement_types.shard_dim_alltoall = exchange
+    # Gloo has no all-to-all of DTensors, and they would gather all; a cache is what small parts are for.
+    placement_types.shard_dim_alltoall, numerics.CACHED_NUMEL = exchange, sys.maxsize
     try:
         yield
     finally:
-        placement_types.shard_dim_alltoall = before
+        placement_types.shard_dim_alltoall, numerics.CACHED_NUMEL = before, cached
 
 
 def do_without_values(model: LoopedLM, config: Config, world: World) -> None:
@@ -239,19 +251,42 @@ def do_without_values(model: LoopedLM, config: Config, world: World) -> None:
 
 def rehearse(config: Config, world: World, model: LoopedLM) -> Recorder:
     """Run one update on a batch of zeros, and tell what it did."""
+    return _rehearse(config, world, model, rows=config.train.batch_size // world.size)
+
+
+def rehearse_once(config: Config, world: World, model: LoopedLM) -> Recorder:
+    """The same from the last micro-batch alone, with the gradients of those before it already there.
+
+    They differ from it in nothing but that their gradients are not reduced. So a plan does not take longer where there
+    are more of them.
+    """
+    share = config.train.batch_size // world.size
+    rows = config.train.micro_batch or share
+    seen = _rehearse(config, world, model, rows=rows)
+    # The first collective of an update counts the targets of the whole batch.
+    first, rest = seen.collectives[:1], seen.collectives[1:]
+    before = [c for c in rest if c.phase != STEP and c.kind in ("all-gather", "all-to-all")]
+    seen.collectives = [*first, *before * (share // rows - 1), *rest]
+    return seen
+
+
+def _rehearse(config: Config, world: World, model: LoopedLM, *, rows: int) -> Recorder:
+    """Run an update on so many rows of this process's share of a batch; of the others' gradients there is memory."""
     train = config.train
     # What a reversible loop keeps depends on numbers that a plan does not have; it is planned as one that keeps all.
     model.checkpointing = train.activation_checkpointing
     optimizer = MuonAdamW(parameter_groups(model, lr=config.optim.lr, weight_decay=config.optim.weight_decay))
     optimizer.prepare()
-    rows = world.rows(train.batch_size)
-    tokens = torch.zeros(rows.stop - rows.start, train.seq_len, dtype=torch.long)
+    share = train.batch_size // world.size
+    tokens = torch.zeros(share, train.seq_len, dtype=torch.long)
     run = TrainingState(config, cast(Any, None), world, cast(Any, None), model, optimizer)
     seen = Recorder()
     seen.hold("parameters", [*model.parameters(), *model.buffers()])
     seen.hold("optimizer", [tensor for state in optimizer.state.values() for tensor in state.values()])
+    if rows < share:
+        seen.hold("gradients", hold_gradients(model))
     with seen:
-        accumulate(run, Batch(tokens, tokens, tokens), 0)
+        accumulate(run, Batch(tokens[:rows], tokens[:rows], tokens[:rows]), 0)
         seen.phase = STEP
         norm = clip_gradients(model.parameters(), config.optim.clip)
         optimizer.step(skip=(~norm.isfinite()).float())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -39,6 +41,8 @@ class Collective(NamedTuple):
     kind: str
     bytes: int
     ranks: tuple[int, ...]
+    module: str = ""
+    """Whose parameters it moves, where FSDP says so."""
 
     @property
     def received(self) -> float:
@@ -66,6 +70,7 @@ class Recorder(TorchDispatchMode):
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self.paused = False
+        self._scopes: list[str] = []
         self._known: dict[int, tuple[str, int]] = {}
         self._resized: dict[int, weakref.ref[UntypedStorage]] = {}
         self._references: dict[int, weakref.ref[UntypedStorage]] = {}
@@ -98,12 +103,19 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        # Half of all that arrives here is this question.
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            fake = args[0]
+            return torch.device("meta") if fake.fake_mode.in_kernel_invocation else fake.fake_device
         if self.paused:
             return func(*args, **(kwargs or {}))
         # Their parts come here again, one by one.
         if any(issubclass(t, (DTensor, AsyncCollectiveTensor)) for t in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
+        if func.namespace == "profiler":
+            self._scope(func.overloadpacket.__name__, args)
+            return out
         phase = "gradients" if self.phase == "activations" and _in_backward() else self.phase
         packet = func.overloadpacket
         if packet in flop_registry:
@@ -119,11 +131,17 @@ class Recorder(TorchDispatchMode):
         self._mark()
         return out
 
+    def _scope(self, name: str, args: Any) -> None:
+        if name == "_record_function_enter_new":
+            self._scopes.append(args[0])
+        elif self._scopes:
+            self._scopes.pop()
+
     def _collective(self, name: str, phase: str, args: Any, out: Any) -> None:
         if name not in KINDS:
             return
         size = max((_nbytes(side) for side in (*args, out)), default=0)
-        self.collectives.append(Collective(phase, KINDS[name], size, _ranks(args)))
+        self.collectives.append(Collective(phase, KINDS[name], size, _ranks(args), _module(self._scopes)))
 
     def _see(self, tensor: Tensor, what: str) -> None:
         storage = tensor.untyped_storage()
@@ -161,6 +179,12 @@ class Recorder(TorchDispatchMode):
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _module(scopes: Iterable[str]) -> str:
+    """Of scopes such as "FSDP::all_gather (blocks.3)" the module."""
+    names = [scope.partition("(")[2].rstrip(")") for scope in scopes if scope.startswith("FSDP::")]
+    return next(filter(None, names), "")
 
 
 def _nbytes(side: Any) -> int:
