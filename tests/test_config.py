@@ -26,7 +26,7 @@ def test_layouts_that_do_not_parse(layout):
         ({"layout": "0-0"}, "layout '0-0' has 0 unrolled blocks"),
         ({"layout": "1-9x99999999"}, "has 899999992 unrolled blocks; give at least 1 and at most 10,000"),
         ({"layout": "2", "head_dim": 2**63 - 1}, r"times heads \* head_dim .* makes a matrix of more"),
-        ({"layout": "2", "vocab_size": 2**63 - 1}, "times vocab_size .* is the size of a matrix"),
+        ({"layout": "2", "vocab_size": 2**63 - 1}, "times vocab_size .* makes a matrix of more"),
         ({"layout": "2-0x3"}, "layout '2-0x3' loops nothing at '0x3'"),
         ({"layout": "2", "loop": {"preset": "operloop"}}, "has no looped segment, so loop.preset must be 'none'"),
         ({"layout": "2", "pattern": "SSX"}, "pattern 'SSX' must be letters S"),

@@ -110,7 +110,7 @@ def test_with_a_package_its_modules_are_allowed(file):
     ("text", "name", "message"),
     [
         (MINE, "my.py:mne", "unknown function of my.py 'mne', did you mean 'mine'"),
-        (MINE, "me.py:mine", r"there is no file .*me.py; give its path"),
+        (MINE, "me.py:mine", r"there is no file .*me.py; give its full path"),
         (MINE, "nothing.at_all:mine", "there is no module 'nothing.at_all'"),
         ("def mine(:\n", "my.py:mine", r"my.py cannot be run \(SyntaxError"),
         ("import nothing_at_all", "my.py:mine", r"ModuleNotFoundError: No module named 'nothing_at_all'.*line 1"),
