@@ -114,7 +114,7 @@ def test_with_a_package_its_modules_are_allowed(file):
         (MINE, "nothing.at_all:mine", "there is no module 'nothing.at_all'"),
         ("def mine(:\n", "my.py:mine", r"my.py cannot be run \(SyntaxError"),
         ("import nothing_at_all", "my.py:mine", r"ModuleNotFoundError: No module named 'nothing_at_all'.*line 1"),
-        ("x = 1\nx / 0", "my.py:mine", r"ZeroDivisionError: .*my.py, line 2\); mend it"),
+        ("x = 1\nx / 0", "my.py:mine", r"ZeroDivisionError: .*my.py, line 2\); fix it"),
         ("import sys; sys.exit(0)", "my.py:mine", r"cannot be run \(SystemExit"),
         ("def mine(width, steps): pass", "my.py:mine", "what the preset my.py:mine returns"),
     ],
