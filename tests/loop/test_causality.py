@@ -422,7 +422,7 @@ def test_a_part_bound_to_fp32_is_told_so():
         def forward(self, e):
             return lo.state.Copies(STREAMS)(e @ torch.eye(WIDTH))
 
-    with pytest.raises(ValueError, match=r"does not run in float64 .*; make what its parts create in the dtype"):
+    with pytest.raises(ValueError, match=r"does not run in float64 .*; create tensors in the dtype"):
         lo.check_causality(loop_with(start=Bound()))
 
 
@@ -470,7 +470,7 @@ def test_models_are_checked_with_their_blocks():
 def test_what_is_no_loop_is_refused():
     with pytest.raises(ValueError, match="takes a Loop or a model"):
         lo.check_causality(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="give vocab_size"):
+    with pytest.raises(ValueError, match="pass vocab_size"):
         lo.check_causality(nn.Sequential(lo.build("vanilla", width=8, steps=2)))
 
 

@@ -82,7 +82,7 @@ def test_loop_specific_transitions_run_the_steps_they_were_built_for():
         ValueError, match="loop-specific parameters for 3 steps and cannot run 5; build it with steps=5"
     ):
         loop(e, torch.tanh, depth=Fixed(5))
-    with pytest.raises(ValueError, match="loop-specific parameters and cannot run as many steps as a sequence asks"):
+    with pytest.raises(ValueError, match="loop-specific parameters and cannot run a number of steps per sequence"):
         loop(e, torch.tanh, depth=PerSequence([2, 3]))
 
 

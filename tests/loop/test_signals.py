@@ -150,8 +150,8 @@ def test_a_gate_lets_out_by_the_probability_of_being_inside():
     ("make", "message"),
     [
         (lambda: Exit("residue", 0.1), "unknown signal 'residue', did you mean 'residual'"),
-        (lambda: Exit("residual", math.nan), "threshold must be a number that is not negative, got nan"),
-        (lambda: Exit("residual", "0.1"), "threshold must be a number that is not negative, got '0.1'"),
+        (lambda: Exit("residual", math.nan), "threshold must be a number of at least 0, got nan"),
+        (lambda: Exit("residual", "0.1"), "threshold must be a number of at least 0, got '0.1'"),
         (lambda: Exit("residual", 0.1, minimum=3, maximum=2), "minimum .3. must not exceed maximum .2."),
         (lambda: Exit("residual", 0.1, minimum=0), "minimum must be a whole number of at least 1, got 0"),
         (lambda: Exit("residual", 0.1, mode="fast"), "unknown mode 'fast'"),
@@ -163,7 +163,7 @@ def test_a_gate_lets_out_by_the_probability_of_being_inside():
         (lambda: PerToken([[0, 1]]), "counts must be whole numbers of at least 1, one per token"),
         (lambda: parse_depth("residual:soon"), "depth 'residual:soon' does not parse; give a number of loops, or"),
         (lambda: parse_depth("residual"), "depth 'residual' does not parse"),
-        (lambda: Random([]), "shares must be the shares of the depths"),
+        (lambda: Random([]), "shares must be those of depths"),
     ],
 )
 def test_bad_exits_are_one_sentence(make, message):

@@ -1,4 +1,4 @@
-"""The framework: a loop transition from a projection, an objective and a rule. Needs torch and nothing else."""
+"""The framework: loop transitions made of a projection, an objective and a rule. It needs nothing but torch."""
 
 from ..base.code import import_code
 from . import controls, depth, directions, maps, objectives, presets, projections, roadmap, rules, signals, state

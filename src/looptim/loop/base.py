@@ -1,4 +1,4 @@
-"""What every part of a transition shares: its symbol, the context it may look at, the gate it is made of."""
+"""What every part of a transition shares: a symbol, the context it may read, and the gate it may be built on."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Context(NamedTuple):
     Y: Tensor
     """The state, (B, T, r, d)."""
     Z: Tensor | None
-    """The features of the state every controller shares, (B, T, r d), in fp32 or wider; None if no part wants them."""
+    """Features of the state that all controllers share, (B, T, r d), in fp32 or wider; None if no part uses them."""
     e: Tensor
     """The prelude output, (B, T, d)."""
 
 
 class Record(NamedTuple):
-    """Everything one step computed, for those who want to look."""
+    """Everything that one step computed, for whoever wants to look inside."""
 
     ctx: Context
     H: Map
@@ -51,7 +51,7 @@ class Record(NamedTuple):
 
 
 class Part(nn.Module):
-    """A module that is one part of a transition and knows how to write itself down.
+    """A module that is one part of a transition and can describe itself.
 
     `symbol` is the part's cell in the paper's table; `where` defines the letters in it.
     """
@@ -67,9 +67,9 @@ def symbol(part: object) -> str:
 
 
 def require(what: str, value: object, kind: type) -> None:
-    """A ValueError unless `value` is of the kind a user must give."""
+    """Raise a ValueError unless `value` is of the required kind."""
     if not isinstance(value, kind):
-        given = value.__name__ + " itself, not one of it" if isinstance(value, type) else type(value).__name__
+        given = value.__name__ + " itself, not an instance of it" if isinstance(value, type) else type(value).__name__
         raise ValueError(f"{what} must be a looptim {kind.__name__}, got {given}")
 
 
@@ -85,7 +85,8 @@ def check_same_shape(got: Tensor, wanted: Tensor, what: str, like: str) -> None:
 def rms_features(Y: Float[Tensor, "B T r d"]) -> Float[Tensor, "B T rd"]:
     """`Z = RMSNorm(flatten(Y))`, without a gain (the controllers' weights absorb one), eps 1e-20 as released.
 
-    A state whose root mean square is below `FLOOR` is divided by that instead, where the derivative would be 1e10.
+    A state whose root mean square is below `FLOOR` is divided by `FLOOR` instead, since the derivative there would be
+    1e10.
 
     >>> rms_features(torch.tensor([[[[3.0], [-4.0]]]])).pow(2).mean().item()
     1.0
@@ -96,7 +97,7 @@ def rms_features(Y: Float[Tensor, "B T r d"]) -> Float[Tensor, "B T rd"]:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """What a user's function takes; its annotations may name what only a type checker imports."""
+    """The parameters of a user's function; its annotations may name things that only a type checker imports."""
     if sys.version_info >= (3, 14):
         import annotationlib
 
@@ -105,9 +106,9 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def logit(p: float, name: str) -> float:
-    """The bias at which a sigmoid starts at `p`, an option called `name`."""
+    """The bias at which a sigmoid starts at `p`, which is the value of the option `name`."""
     if not 0 < p < 1:
-        raise ValueError(f"{name} is where a sigmoid starts and must lie between 0 and 1, both left out; got {p}")
+        raise ValueError(f"{name} is the initial value of a sigmoid and must lie strictly between 0 and 1, got {p}")
     return math.log(p / (1 - p))
 
 
@@ -149,14 +150,14 @@ class Gate(nn.Module):
 class ByGate(Part):
     """A part that looks at the state through one gate and nothing else: `forward(ctx, ...) = use(gate(ctx.Z), ...)`.
 
-    The gates of all such parts are computed together where a transition runs fused.
+    A fused transition computes the gates of all such parts together.
     """
 
     gate: Gate
 
     @abstractmethod
     def use(self, value: Float[Tensor, "B T outputs"], *others: Any) -> Any:
-        """What the part gives for a value of its gate."""
+        """The part's result for a given value of its gate."""
 
     def forward(self, ctx: Context, *others: Any) -> Any:
         return self.use(self.gate(ctx.Z), *others)

@@ -1,4 +1,4 @@
-"""Does a token's state depend on anything later in its sequence, or on another sequence? Answered by numbers."""
+"""Numerical checks that no token's state depends on a later token or on another sequence."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from .loop import Loop
 from .probe import changed_copy, float64_copy, loops_of, name_of, random_blocks, random_input
 
 TOLERANCE = 1e-9
-"""Of a change, relative to the values; runs are in float64."""
+"""Largest relative change that counts as rounding; runs are in float64."""
 ROUNDING = 1e-4
-"""The same in fp32."""
+"""The same for runs in fp32."""
 ROWS, TOKENS = 6, 7
-"""Of the probing input: as many sequences as there are places to cut one; numbers no other axis is likely to have."""
+"""Shape of the probing input: one sequence per place to cut, and sizes that no other axis is likely to have."""
 SEEDS = 12
-"""Runs of what draws random numbers in training."""
+"""Number of runs, with different seeds, for parts that draw random numbers in training."""
 ELEMENTS = 2**20
-"""Of an input at the shape of a training, at most."""
+"""The largest input that is run in the shape of a training."""
 
 
 def check_causality(module: nn.Module, *, vocab_size: int | None = None) -> float:
-    """Check that no token sees a later one of its sequence, nor another sequence, or raise and name the part that does.
+    """Raise, naming the part, if a token sees a later token of its sequence or another sequence.
 
-    Later tokens are changed, then left out, then other sequences are changed, then left out; everything that each part
-    gave at the earlier tokens is compared: features, bias, read, target, objective, write, step size, decay, memory,
-    state and read-out. This is done in float64, in training and in eval mode, at the own parameters and at randomly
-    changed ones, for what draws random numbers with several seeds, and once with many tokens in fp32. The same input
-    must give the same again: nothing may be remembered. `module` is a `Loop`, or a model that contains some, takes
-    tokens (B, T) and has a `config` or is given a `vocab_size`. Returns the largest relative change, which is rounding.
+    The check changes later tokens, then drops them, and does the same to other sequences. It compares everything that
+    each part computed at the earlier tokens: features, bias, read, target, objective, write, step size, decay, memory,
+    state and read-out. It does so in float64, in training and in eval mode, at the module's own parameters and at
+    randomly changed ones, with several seeds for parts that draw random numbers, and once with many tokens in fp32.
+    Equal inputs must give equal outputs, since nothing may be remembered. `module` is a `Loop`, or a model that
+    contains loops, takes tokens (B, T), and has a `config` or is given a `vocab_size`. Returns the largest relative
+    change, which is rounding.
 
     >>> import looptim as lo
     >>> lo.check_causality(lo.build("operloop", width=8, steps=3)) < 1e-9
@@ -46,8 +47,8 @@ def check_causality(module: nn.Module, *, vocab_size: int | None = None) -> floa
 
 
 def find_leak(module: nn.Module, *, vocab_size: int | None = None) -> tuple[str | None, float]:
-    """The sentence of `check_causality` about the first leak, or None, and the largest relative change."""
-    # A caller may be building on another device.
+    """The message of `check_causality` about the first leak, or None, and the largest relative change."""
+    # The caller may be building on another device.
     with torch.device("cpu"):
         found, change = _find_small(module, vocab_size)
     far = (find_leak_at(loop, *MANY) for loop in loops_of(module))
@@ -66,10 +67,10 @@ def _find_small(module: nn.Module, vocab_size: int | None) -> tuple[str | None, 
 
 
 def mixes_tokens(loop: Loop) -> bool:
-    """Whether a token reads what an earlier one has in the loop, which no KV cache holds.
+    """Whether, inside the loop, a token reads an earlier token's state, which no KV cache holds.
 
-    Found by changing the first token, at the own and at changed parameters; on the meta device, where there are no
-    values to change, by what the parts say of themselves.
+    This is found by changing the first token, at the module's own parameters and at changed ones. On the meta device,
+    which has no values, it relies on what the parts declare about themselves.
 
     >>> import looptim as lo
     >>> mixes_tokens(lo.build("full_bandwidth", width=8, steps=2, token_shift=True))
@@ -88,7 +89,7 @@ LATER, ACROSS, AGAIN = "sees later tokens", "sees other sequences of its batch",
 
 
 MANY = (4, 256)
-"""Sequences and tokens of another input: a leak may come from far away."""
+"""Another input, in numbers of sequences and tokens, since a leak may reach far."""
 
 
 def _same(what: str) -> str:
@@ -96,7 +97,7 @@ def _same(what: str) -> str:
 
 
 def _twins(module: nn.Module) -> Iterator[nn.Module]:
-    """Copies to run, in eval and in training mode, at the own parameters and at changed ones, near and far."""
+    """Copies to run: in eval and training mode, at the module's own parameters and at changed ones, near and far."""
     if not loops_of(module):
         raise ValueError(f"check_causality takes a Loop or a model that contains one, got {type(module).__name__}")
     own = float64_copy(module)
@@ -105,7 +106,7 @@ def _twins(module: nn.Module) -> Iterator[nn.Module]:
     near = changed_copy(module)
     if near is not None:
         yield near.train()
-    # Far away, a gate that starts shut may be open.
+    # With far-changed parameters, a gate that starts closed may be open.
     far = changed_copy(module, (20.0, 5.0))
     if far is not None:
         yield far
@@ -113,7 +114,7 @@ def _twins(module: nn.Module) -> Iterator[nn.Module]:
 
 @final
 class _Probe:
-    """A module with an input, and what all its parts gave for it."""
+    """A module with an input, and everything its parts computed for that input."""
 
     def __init__(self, module: nn.Module, vocab_size: int | None):
         self.module = module
@@ -125,18 +126,18 @@ class _Probe:
         else:
             size = vocab_size or getattr(getattr(module, "config", None), "vocab_size", None)
             if size is None:
-                raise ValueError(f"{name_of(module)} has no config that tells its vocab_size; give vocab_size")
+                raise ValueError(f"{name_of(module)} has no config with a vocab_size; pass vocab_size")
             self.given, *self.others = torch.randint(size, (4, ROWS, TOKENS), generator=self.generator).unbind()
         self.draws = False
         """Whether anything random was drawn."""
         self.facts = self.run(self.given)
 
     def compare(self) -> Iterator[tuple[str, str | None, float]]:
-        """What was changed, the first part that noticed where it must not, and how large the change is."""
+        """What was changed, the first part that wrongly reacted, and how large the change is."""
         everywhere = torch.ones(ROWS, TOKENS, dtype=torch.bool)
         state = state_of(self.module)
         yield AGAIN, *self.change(self.given, everywhere)
-        # Sequence n is cut after n + 1 tokens, so that one run has every cut.
+        # Sequence n is cut after n + 1 tokens, so that one run covers every cut.
         before = torch.arange(TOKENS) < torch.arange(1, ROWS + 1).unsqueeze(-1)
         for bit in range(ROWS.bit_length()):
             chosen = (torch.arange(ROWS) >> bit) % 2 == 0
@@ -150,7 +151,7 @@ class _Probe:
         for seed in range(1, SEEDS) if self.draws else ():
             yield LATER, *self.change(_mix(before, self.given, self.others[seed % 3]), before, seed=seed)
         if not self.module.training:
-            # Random draws in training follow the shape of the input, so that there nothing can be left out.
+            # Random draws in training depend on the shape of the input, so tokens cannot be dropped there.
             yield from self._leave_out()
 
     def _leave_out(self) -> Iterator[tuple[str, str | None, float]]:
@@ -162,7 +163,7 @@ class _Probe:
             yield ACROSS, *self._differs(self.run(self.given[row : row + 1]), kept)
 
     def change(self, changed: Tensor, kept: Tensor, *, seed: int = 0) -> tuple[str | None, float]:
-        """The first part whose values at the `kept` tokens are others for a changed input."""
+        """The first part whose values at the `kept` tokens change with the input."""
         given = self.facts if seed == 0 else self.run(self.given, seed=seed)
         return _first_change(given, self.run(changed, seed=seed), kept, kept)
 
@@ -171,9 +172,9 @@ class _Probe:
         return _first_change(self.facts, facts, kept, torch.ones(rows, tokens, dtype=torch.bool))
 
     def run(self, given: Tensor, *, seed: int = 0) -> list[Fact]:
-        """Everything that the parts give for an input, in order."""
+        """Everything that the parts compute for an input, in order."""
         facts: list[Fact] = []
-        # What sees whether a gradient is wanted must not behave better here than in training.
+        # A module that checks whether gradients are on must not behave better here than in training.
         gradient = torch.enable_grad() if self.module.training else torch.no_grad()
         with gradient, torch.random.fork_rng(devices=[]), observed(self.module, facts):
             torch.manual_seed(seed)
@@ -183,7 +184,7 @@ class _Probe:
             except RuntimeError as error:
                 raise ValueError(
                     f"{name_of(self.module)} does not run in float64 ({str(error).splitlines()[0]}); "
-                    "make what its parts create in the dtype of their input"
+                    "create tensors in the dtype of the input"
                 ) from error
             self.draws |= not torch.equal(start, torch.get_rng_state())
         last = "the read-out" if isinstance(self.module, Loop) else "a block or the head"
@@ -214,7 +215,7 @@ def _first_change(
 
 
 def _select(value: Tensor, kept: Tensor) -> Tensor:
-    """The kept tokens of a tensor that has such axes; of one that is the same for all of them, everything."""
+    """The kept tokens of a tensor that has such axes, or all of a tensor that has none."""
     rows, tokens = (size == wanted for size, wanted in zip((*value.shape, 0, 0), kept.shape, strict=False))
     if rows and tokens:
         return value[kept]
@@ -224,7 +225,7 @@ def _select(value: Tensor, kept: Tensor) -> Tensor:
 
 
 def find_leak_at(loop: Loop, rows: int, tokens: int) -> str | None:
-    """What a loop sees that it must not when it is run as in a training: with so many tokens, in fp32."""
+    """What a loop wrongly sees when it runs as in training: with that many tokens, in fp32."""
     tokens = max(2, min(tokens, ELEMENTS // (2 * loop.width)))
     rows = max(2, min(rows, ELEMENTS // (tokens * loop.width)))
     with torch.device("cpu"):

@@ -1,4 +1,4 @@
-"""Step sizes `eta` and decays `lam`: parts that give a number, a diagonal or a small matrix at a state.
+"""Step sizes `eta` and decays `lam`: parts that compute a number, a diagonal or a small matrix from the state.
 
 Both broadcast against the state (B, T, r, d): a Python float for a constant, (B, T, 1, 1) for one number per token,
 (B, T, r, 1) for a diagonal over the streams, (B, T, 1, d) for one over the channels. A decay may also be a full
@@ -29,7 +29,7 @@ class StreamMatrix(NamedTuple):
 
 
 class Step(Part):
-    """Gives `eta_l`, knowing `eta_{l-1}`."""
+    """Computes `eta_l`, given `eta_{l-1}`."""
 
     @abstractmethod
     def forward(self, ctx: Context, previous: float | Tensor) -> float | Tensor:
@@ -37,7 +37,7 @@ class Step(Part):
 
 
 class Decay(Part):
-    """Gives `lam_l`, the weight decay of the state."""
+    """Computes `lam_l`, the weight decay of the state."""
 
     @abstractmethod
     def forward(self, ctx: Context) -> float | Tensor | StreamMatrix:

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class Depth(ABC):
-    """A policy: how many steps a call runs at most, and who takes them. It remembers nothing between calls.
+    """A policy for how many steps a call runs at most, and which tokens take each step. It keeps nothing between calls.
 
-    A token that takes no step keeps its state and all that its rule carries: sequences may begin late, and tokens
-    leave early.
+    A token that does not take a step keeps its state and whatever its rule carries. Sequences may start late, and
+    tokens may leave early.
     """
 
     leaves: ClassVar[bool] = False
@@ -35,17 +35,17 @@ class Depth(ABC):
 
     @property
     def needs_record(self) -> bool:
-        """Whether `live` looks at records; without it a loop may run forms of its transitions that make none."""
+        """Whether `live` reads the records of steps; if not, a loop may run its transitions in forms that make none."""
         return False
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """After how many steps the state is read out too, besides the last: what intermediate supervision looks at."""
+        """The steps after which the state is also read out, besides the last; for intermediate supervision."""
         return ()
 
     @property
     def by_place(self) -> bool:
-        """Whether it knows tokens by their place, so that it must be told which ones a call has."""
+        """Whether the policy depends on the positions of tokens, so that it must be told which ones a call has."""
         return False
 
     @property
@@ -55,24 +55,24 @@ class Depth(ABC):
 
     @abstractmethod
     def count_steps(self, loop: Loop, batch: int) -> int:
-        """How many steps the loop runs at most for `batch` sequences; a ValueError where it cannot."""
+        """The number of steps the loop runs at most for `batch` sequences; a ValueError if it cannot run that many."""
 
     @abstractmethod
     def live(
         self, step: int, total: int, last: Bool[Tensor, "B ..."] | bool | None, record: Record | None
     ) -> Bool[Tensor, "B ..."] | bool:
-        """Who takes `step` of `total`: a mask of sequences (B,) or of tokens (B, T), or True for all.
+        """The tokens that take `step` of `total`: a mask over sequences (B,) or tokens (B, T), or True for all.
 
         False ends the loop before the step. `last` is the answer for the step before and `record`, for a policy that
         needs it, what that step computed; both are None before the first.
         """
 
     def begin(self, loop: Loop, e: Tensor, decode: Decode | None = None) -> Walk:
-        """One call of `loop` under this policy; `decode` makes logits of what the loop returns."""
+        """Start one call of `loop` under this policy; `decode` turns what the loop returns into logits."""
         return Walk(self, loop, e, decode)
 
     def part(self, first: int, length: int) -> Depth:
-        """The policy for `length` tokens from `first` on, for one that knows tokens by their place."""
+        """The policy for `length` tokens starting at position `first`, if it depends on positions."""
         return self
 
 
@@ -93,7 +93,7 @@ class Fixed(Depth):
     def __post_init__(self) -> None:
         _check_whole("steps", self.steps)
         if not all(1 <= read < self.steps for read in self.reads):
-            raise ValueError(f"reads must be steps from 1 to {self.steps - 1}, before the last, got {self.reads}")
+            raise ValueError(f"reads must be steps from 1 to {self.steps - 1}, all before the last, got {self.reads}")
 
     def count_steps(self, loop: Loop, batch: int) -> int:
         return len(loop.schedule(self.steps))
@@ -105,9 +105,10 @@ class Fixed(Depth):
 @final
 @dataclass(frozen=True, eq=False)
 class PerSequence(Depth):
-    """Every sequence takes its own number of steps, in a loop whose transition is shared by all steps.
+    """Every sequence takes its own number of steps; the loop's transition must be shared by all steps.
 
-    All end together, after the largest of `counts` or after `total`; a sequence with fewer steps waits at its start.
+    All sequences end together, after the largest of `counts` or after `total`; a sequence with fewer steps waits at the
+    start.
 
     >>> import looptim as lo
     >>> loop = lo.build("vanilla", width=8, steps=3)
@@ -118,7 +119,7 @@ class PerSequence(Depth):
     counts: Int[Tensor, " B"] | Sequence[int]
     total: int | None = None
     longest: int = field(init=False)
-    """The steps a call runs, found here, since a compiled loop could not look into `counts`."""
+    """The number of steps a call runs, found here because a compiled loop cannot look into `counts`."""
 
     def __post_init__(self) -> None:
         counts = _whole_numbers(self.counts, 1, "one per sequence")
@@ -127,9 +128,7 @@ class PerSequence(Depth):
 
     def count_steps(self, loop: Loop, batch: int) -> int:
         if not loop.shared:
-            raise ValueError(
-                f"{loop.name} has loop-specific parameters and cannot run as many steps as a sequence asks"
-            )
+            raise ValueError(f"{loop.name} has loop-specific parameters and cannot run a number of steps per sequence")
         if len(self.counts) != batch:
             raise ValueError(f"counts has {len(self.counts)} numbers of steps, but the batch has {batch} sequences")
         return self.longest
@@ -142,7 +141,7 @@ class PerSequence(Depth):
 @final
 @dataclass(frozen=True, eq=False)
 class PerToken(Depth):
-    """Every token takes the first so many steps and leaves: recorded depths replayed, or an oracle's.
+    """Every token takes its own number of first steps and leaves: recorded depths that are replayed, or an oracle's.
 
     >>> import looptim as lo
     >>> loop = lo.build("vanilla", width=8, steps=3)
@@ -168,7 +167,7 @@ class PerToken(Depth):
 
     def count_steps(self, loop: Loop, batch: int) -> int:
         if len(self.counts) != batch:
-            raise ValueError(f"counts has {len(self.counts)} sequences, but the batch has {batch}")
+            raise ValueError(f"counts is for {len(self.counts)} sequences, but the batch has {batch}")
         total = loop.steps if self.maximum is None else self.maximum
         _check_leaving(loop, total, repeat_last=self.maximum is not None)
         if self.longest > total:
@@ -190,12 +189,13 @@ class PerToken(Depth):
 @final
 @dataclass(frozen=True, eq=False)
 class Exit(Depth):
-    """A token leaves after the first step, from the `minimum`-th on, whose signal is below `threshold`.
+    """A token leaves after the first step, counting from `minimum`, at which its signal is below `threshold`.
 
         tau_i = min {l >= minimum: s_{l,i} < threshold},  at most `maximum`
 
-    Its state is frozen then. In a model, the keys and values of the visits it skips are those of its last visit, and
-    the read-out is of the frozen state: docs/depth.md. Threshold 0 lets nobody out, infinity everybody.
+    From then on its state is frozen. In a model, the visits it skips see the keys and values of its last visit, and the
+    read-out is of the frozen state; see docs/depth.md. With threshold 0 no token leaves, with infinity every token
+    does.
 
     >>> import looptim as lo
     >>> loop = lo.build("operloop", width=8, steps=3)
@@ -210,9 +210,9 @@ class Exit(Depth):
     threshold: float = 0.05
     minimum: int = 1
     maximum: int | None = None
-    """The most steps a token takes; None for the loop's own number."""
+    """The number of steps a token takes at most; None for the loop's own number."""
     repeat_last: bool = False
-    """Whether loop-specific transitions go on beyond their number with the last of them."""
+    """Whether loop-specific transitions may run more steps than they were built for, by repeating the last one."""
     prompt: int = 0
     """The first so many tokens of every sequence take all steps: prefill at full depth."""
     mode: Literal["end", "mask", "compact"] = "end"
@@ -223,7 +223,7 @@ class Exit(Depth):
         object.__setattr__(self, "signal", find_signal(self.signal))
         given = self.threshold
         if isinstance(given, bool) or not isinstance(given, int | float) or math.isnan(given) or given < 0:
-            raise ValueError(f"threshold must be a number that is not negative, got {given!r}")
+            raise ValueError(f"threshold must be a number of at least 0, got {given!r}")
         _check_whole("minimum", self.minimum)
         if self.maximum is not None:
             _check_whole("maximum", self.maximum)
@@ -235,7 +235,7 @@ class Exit(Depth):
 
     @property
     def needs_record(self) -> bool:
-        # A token never leaves at a threshold of 0, and the loop then runs as it does without exits.
+        # No token leaves at a threshold of 0, so the loop runs as it does without exits.
         return self.threshold > 0
 
     @property
@@ -255,7 +255,7 @@ class Exit(Depth):
         return total
 
     def live(self, step: int, total: int, last: Live | None, record: Record | None) -> Live:
-        raise AssertionError("an exit is walked by a walk of its own")
+        raise AssertionError("Exit has its own walk")
 
     def begin(self, loop: Loop, e: Tensor, decode: Decode | None = None) -> ExitWalk:
         return ExitWalk(self, loop, e, decode)
@@ -264,7 +264,7 @@ class Exit(Depth):
         return dataclasses.replace(self, prompt=max(self.prompt - first, 0)) if self.prompt else self
 
     def __str__(self) -> str:
-        """What stands in an evaluation's identity."""
+        """The words by which an evaluation records this policy."""
         assert isinstance(self.signal, Signal)
         bounds = f"minimum {self.minimum}, maximum {self.maximum or 'as the layout says'}"
         beyond = ", the last transition repeats" if self.repeat_last else ""
@@ -272,7 +272,7 @@ class Exit(Depth):
 
 
 def parse_depth(text: str) -> Depth:
-    """A depth as it is written on a command line: a number of loops, or SIGNAL:THRESHOLD[:MINIMUM[:MAXIMUM]].
+    """Parse a depth from the command line: a number of loops, or SIGNAL:THRESHOLD[:MINIMUM[:MAXIMUM]].
 
     >>> parse_depth("4").steps, str(parse_depth("residual:0.05:2"))
     (4, 'residual < 0.05, minimum 2, maximum as the layout says')
@@ -292,7 +292,7 @@ def parse_depth(text: str) -> Depth:
 
 
 def _check_leaving(loop: Loop, total: int, *, repeat_last: bool) -> None:
-    """A ValueError where tokens cannot leave one by one, or the loop cannot run so many steps."""
+    """Raise a ValueError if tokens cannot leave one by one, or if the loop cannot run this many steps."""
     if any(getattr(part, "mixes_tokens", False) for part in loop.modules()):
         raise ValueError(
             f"{loop.name} reads the state of the token before, which may have left the loop; choose a transition "

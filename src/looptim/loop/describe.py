@@ -1,4 +1,4 @@
-"""What a loop is: its row of the paper's table, read off its parts."""
+"""A loop's row of the paper's table, read off its parts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Description:
     step: str
     """`eta`."""
     input_map: str
-    """`x`, the map the error is written through."""
+    """`x`, the map through which the error is written."""
     objective: str
     """`L`."""
     target: str
@@ -41,11 +41,11 @@ class Description:
     readout: str
     parameters: int
     where: tuple[str, ...]
-    """What the letters stand for."""
+    """Definitions of the letters."""
     summary: str
 
     def rows(self) -> dict[str, str]:
-        """What is printed, by its name."""
+        """The printed lines, by their names."""
         return {
             "projection": f"o = {self.projection}",
             "target": f"t = {self.target}",
@@ -74,7 +74,7 @@ class Description:
 
 
 def describe(loop: Loop) -> Description:
-    """The loop's row of the paper's table, read off its parts, so that it cannot drift from the code.
+    """Describe a loop as a row of the paper's table. The row is read off the parts, so it cannot drift from the code.
 
     Where the steps of a loop have different parts, the symbols of a cell are joined by a bar.
 

@@ -1,4 +1,4 @@
-"""Questions one can ask any loop: does it write through the map it reads with, is a step of it a gradient step."""
+"""Checks of any loop: whether it writes through the map it reads with, and whether each step is a gradient step."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .rules import Carry
 from .transition import Record, Transition
 
 TOLERANCE = 1e-9
-"""Relative; everything here runs in float64."""
+"""Relative tolerance; everything here runs in float64."""
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """The verdict on a loop: its maps, its objective, and what its tokens see; prints as a sentence."""
+    """The verdict on a loop: its maps, its objective, and which tokens it sees. It prints as a sentence."""
 
     name: str
     aligned: bool
@@ -39,17 +39,17 @@ class Diagnosis:
     adjoint_error: float
     """The dot-product test of every map, `|<H v, g> - <v, H^T g>|` relative to `|H v| |g|`; rounding if it is right."""
     causal: bool
-    """Whether the adjoint of the read writes to no earlier token; without it no alignment is possible."""
+    """Whether the adjoint of the read writes to no earlier token; otherwise the loop cannot be aligned."""
     read: str
     write: str
     leak: str | None = None
-    """What `check_causality` says of a part that sees later tokens or other sequences."""
+    """The message of `check_causality` about a part that sees later tokens or other sequences."""
     derivative: str | None = None
-    """What is wrong with the `grad` of an objective, such as its sign."""
+    """What is wrong with the `grad` of the objective, such as its sign."""
 
     def __str__(self) -> str:
         if self.leak is not None:
-            return f"{self.leak}; training would refuse it, mend that part."
+            return f"{self.leak}; training would refuse it; fix that part."
         if self.derivative is not None:
             return f"{self.name}: {self.derivative}; correct one of the two."
         if self.adjoint_error > TOLERANCE:
@@ -73,7 +73,7 @@ class Diagnosis:
 
 
 def diagnose(loop: Loop) -> Diagnosis:
-    """Does the loop write through the map it reads with, and is it what it says? Answered by numbers, for any loop.
+    """Check numerically, for any loop, that it writes through the map it reads with and is what it says it is.
 
     Runs every step in float64 on random inputs, at the loop's parameters and at randomly changed ones, and compares
     the write used, `x^T g`, with the gradient's, `H^T g` (Eq. 10), and `grad` with the derivative of `value`. Then
@@ -87,11 +87,11 @@ def diagnose(loop: Loop) -> Diagnosis:
 
 
 def diagnose_maps(loop: Loop) -> Diagnosis:
-    """The diagnosis without the question what tokens see, which takes ten times as long."""
+    """The diagnosis without the check of what tokens see, which takes ten times as long."""
     require("loop", loop, Loop)
     own = _Probe(float64_copy(loop))
     if not own.finite:
-        raise ValueError(f"{loop.name} gives values that are not finite on normal inputs; look at its parameters first")
+        raise ValueError(f"{loop.name} gives values that are not finite on normal inputs; check its parameters first")
     changed = changed_copy(loop)
     general = own if changed is None else _Probe(changed)
     hidden = own.gap <= TOLERANCE < general.gap
@@ -121,7 +121,7 @@ def input_map(transition: Transition) -> str:
 
 
 def align(loop: Loop) -> Loop:
-    """The same loop with its separate write maps dropped: same modules, never a new parameter (Section 5.1).
+    """The same loop without its separate write maps: same modules, never a new parameter (Section 5.1).
 
     >>> import looptim as lo
     >>> lo.describe(lo.align(lo.build("hyperloop", width=8, steps=3))).input_map
@@ -135,7 +135,7 @@ def align(loop: Loop) -> Loop:
         if not _map_of(transition, loop).causal:
             raise ValueError(
                 f"{loop.name} cannot be aligned: the adjoint of {read_map(transition)} writes to earlier tokens, "
-                "which a causal model must not; switch the token shift off first"
+                "which a causal model must not; turn off the token shift first"
             )
     aligned = [Transition(t.projection, t.objective, t.rule, target=t.target, features=t.features) for t in steps]
     return Loop(
@@ -151,7 +151,7 @@ def align(loop: Loop) -> Loop:
 
 
 def _map_of(transition: Transition, loop: Loop) -> Map:
-    """The map a transition reads a zero state with; needs no values, so that a loop on the meta device has one too."""
+    """The map with which a transition reads a zero state. It needs no values, so it works on the meta device too."""
     tensor = next(itertools.chain(loop.parameters(), loop.buffers()), torch.empty(0))
     with torch.no_grad():
         e = torch.zeros(1, 1, loop.width, dtype=tensor.dtype, device=tensor.device)
@@ -161,11 +161,11 @@ def _map_of(transition: Transition, loop: Loop) -> Map:
 
 
 def check_gradient(loop: Loop, *, allow_mismatch: bool = False) -> float:
-    """Check that every step is the rule applied to autograd's gradient of the local objective, or raise.
+    """Raise unless every step equals the rule applied to autograd's gradient of the local objective.
 
-    `H`, `b` and `t` are held fixed, as in the paper's derivation (Appendix E). Checked in float64, at the loop's own
-    parameters and at randomly changed ones. Returns the largest relative error found, which is rounding. With
-    `allow_mismatch`, as before a training, a write map that is spelled out may differ from the read's adjoint.
+    `H`, `b` and `t` are held fixed, as in the paper's derivation (Appendix E). The check runs in float64, at the loop's
+    own parameters and at randomly changed ones, and returns the largest relative error, which is rounding. With
+    `allow_mismatch`, as before a training, a separate write map may differ from the adjoint of the read.
 
     >>> import looptim as lo
     >>> lo.check_gradient(lo.build("operloop", width=8, steps=3)) < 1e-12
@@ -192,7 +192,7 @@ def check_gradient(loop: Loop, *, allow_mismatch: bool = False) -> float:
 
 
 def _wrong_derivative(transition: Transition, record: Record) -> str | None:
-    """What is wrong with the `grad` of the objective, held against autograd's derivative of its `value`."""
+    """What is wrong with the `grad` of the objective, compared with autograd's derivative of its `value`."""
     o = record.o.detach().requires_grad_()
     with torch.enable_grad():
         (expected,) = torch.autograd.grad(transition.objective.value(o, record.t.detach()).sum(), o)
@@ -208,7 +208,7 @@ def _relative(got: Tensor, expected: Tensor) -> float:
 
 
 def _autograd_step(transition: Transition, carry: Carry, record: Record) -> Tensor:
-    """The next state from `dL/dY` by autograd instead of `H^T f'(o)`."""
+    """The next state with `dL/dY` from autograd instead of `H^T f'(o)`."""
     Y = record.ctx.Y.detach().requires_grad_()
     b = 0.0 if record.b is None else record.b.detach()
     with torch.enable_grad():
@@ -219,7 +219,7 @@ def _autograd_step(transition: Transition, carry: Carry, record: Record) -> Tens
 
 @final
 class _Probe:
-    """What one run of a loop tells about its maps."""
+    """What one run of a loop reveals about its maps."""
 
     def __init__(self, loop: Loop):
         self.adjoint_error = 0.0
@@ -241,7 +241,7 @@ class _Probe:
 
 
 def _writes_forward(map: Map, g: Tensor) -> bool:
-    """Whether what is written to the tokens before the last does not depend on the last one's error."""
+    """Whether writes to the tokens before the last are independent of the last token's error."""
     without = torch.cat([g[:, :-1], torch.zeros_like(g[:, -1:])], dim=1)
     return torch.equal(map.write(g)[:, :-1], map.write(without)[:, :-1])
 

@@ -1,7 +1,7 @@
-"""Directions: what becomes of a gradient before it is descended. They chain as optax's transforms do.
+"""Directions: transforms of the gradient before the step. They chain as optax's transforms do.
 
-`rules.Descent(step, decay, Momentum(0.5), Polar())` gives the gradient to the first direction, its result to the next,
-and descends the last one's. A direction may remember any tree of tensors that begin with the axes (B, T).
+`rules.Descent(step, decay, Momentum(0.5), Polar())` passes the gradient through `Momentum`, then through `Polar`, and
+steps along the result. A direction may remember any tree of tensors whose first axes are (B, T).
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 
 class Direction(Part):
-    """A transform of the gradient. `symbol` writes its result, `memory_symbol` what it remembers, of a given `{G}`."""
+    """A transform of the gradient. `symbol` is its result for a given `{G}`, `memory_symbol` what it remembers."""
 
     memory_symbol: str = ""
 
     def init(self, Y: Float[Tensor, "B T r d"]) -> Any:
-        """What is remembered before the first loop; None where nothing ever is."""
+        """The memory before the first loop; None if the direction has none."""
         return None
 
     @abstractmethod
     def forward(self, G: Float[Tensor, "B T r d"], memory: Any) -> tuple[Float[Tensor, "B T r d"], Any]:
-        """The direction for a gradient, and what to remember of it."""
+        """The direction for a gradient, and the new memory."""
 
 
 class MomentumDirection(Direction):
-    """Remembers `M' = beta M + G`. `beta` is 0.5 by default: a loop of three steps sees little of a longer memory."""
+    """Remembers `M' = beta M + G`. `beta` is 0.5 by default, since a loop of three steps is too short for more."""
 
     memory_symbol = "M′ = βM + {G}"
 
@@ -125,7 +125,7 @@ class Adam(Direction):
 
     def init(self, Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         nothing = 0 * wide(Y)
-        # Loops are counted for each token, since a token may begin later or leave earlier than its neighbors.
+        # Loops are counted per token, since a token may start later or leave earlier than its neighbors.
         return nothing, nothing, nothing[..., :1, :1]
 
     def forward(self, G: Tensor, memory: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:

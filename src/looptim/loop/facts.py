@@ -1,4 +1,4 @@
-"""What the parts of a loop give while it runs, fact by fact, and what they keep to themselves."""
+"""Records of everything the parts of a loop compute while it runs, and of any state they keep."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .transition import Record, Transition
 
 
 class Fact(NamedTuple):
-    """A tensor that a part made, in the order in which parts work."""
+    """A tensor that a part computed, in the order in which the parts run."""
 
     part: str
     value: Tensor
@@ -26,7 +26,7 @@ class Fact(NamedTuple):
 
 @contextmanager
 def observed(module: nn.Module, facts: list[Fact]) -> Iterator[None]:
-    """Every loop inside `module` enters its facts while the context is open."""
+    """Record the facts of every loop inside `module` while the context is open."""
     alone, inside = isinstance(module, Loop), []
 
     def watch(loop: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -83,7 +83,7 @@ def _name(part: object) -> str:
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
-    """What the parts of a module have besides their parameters."""
+    """Attributes of a module's parts besides their parameters."""
     torchs_own = vars(nn.Module()).keys()
     return {
         f"{type(part).__name__}.{key}": copy.deepcopy(value) if isinstance(value, Tensor | list | dict | set) else value
@@ -93,7 +93,7 @@ def state_of(module: nn.Module) -> dict[str, Any]:
 
 
 def find_memory(before: dict[str, Any], after: dict[str, Any]) -> tuple[str | None, float]:
-    """The name of something that forwards have changed."""
+    """The name of something that a forward pass has changed."""
     for name in before.keys() | after.keys():
         a, b = before.get(name), after.get(name)
         equal = a is b or (torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b))

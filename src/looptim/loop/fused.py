@@ -1,4 +1,4 @@
-"""The fast twin of `Transition.step` for streams: one projection for all controllers, two hand-written functions.
+"""The fast twin of `Transition.step` for streams: one projection for all controllers and two hand-written kernels.
 
 It gives the state and the carry of the readable form, which stays the definition, and what it saves for the backward
 is the state and one vector per token. Parts it does not know leave a transition readable.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Kernels(NamedTuple):
-    """What computes the heavy parts: the functions as they are, or compiled."""
+    """The functions that do the heavy work, either plain or compiled."""
 
     read: Callable[..., tuple[Tensor, Tensor, Tensor]]
     write: Callable[..., Tensor]
@@ -39,7 +39,7 @@ EAGER = Kernels(kernels.read, kernels.write)
 
 @functools.cache
 def compiled_kernels() -> Kernels:
-    """The same compiled, parameters being inputs: one compilation serves all steps of all loops of a size."""
+    """The compiled functions. Parameters are inputs, so one compilation serves all steps of all loops of a size."""
     return Kernels(torch.compile(kernels.read), torch.compile(kernels.write))
 
 
@@ -48,11 +48,11 @@ FORMS: dict[str, Callable[[], Kernels | None]] = {
     "compiled": compiled_kernels,
     "readable": lambda: None,
 }
-"""How a transition may run."""
+"""The forms in which a transition may run."""
 
 
 def form_of(transition: Transition) -> str:
-    """How a transition runs: a word of `FORMS`, and the part that keeps it readable where it was to run fused."""
+    """The form in which a transition runs, and the part that keeps it readable although fusing was asked for."""
     unknown = unknown_part(transition)
     if transition.kernels is None or unknown is not None:
         return "readable" if transition.kernels is None else f"readable, for {unknown}"
@@ -60,7 +60,7 @@ def form_of(transition: Transition) -> str:
 
 
 def unknown_part(transition: Transition) -> str | None:
-    """The part for which a transition cannot run fused; None where it can."""
+    """The part that prevents a transition from running fused; None if it can."""
     projection, rule = transition.projection, transition.rule
     if type(projection) is not StreamRead or type(projection.map) is not StreamMap:
         return f"the projection {type(projection).__name__}"
@@ -84,7 +84,7 @@ def step(
     carry: Carry,
     tape: Tape | None = None,
 ) -> Record:
-    """One step of a transition whose parts are all known. With a `tape` the state is rebuilt in the backward."""
+    """One fused step. With a `tape`, the state is rebuilt in the backward pass."""
     Y, projection, rule = ctx.Y, cast(StreamRead, transition.projection), cast(Descent, transition.rule)
     parts = [part for part in (projection.map, transition.write, rule.decay, rule.step) if isinstance(part, ByGate)]
     gates = [part.gate for part in parts]

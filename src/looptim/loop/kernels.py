@@ -1,4 +1,4 @@
-"""The two heavy operations of a stream transition, each one function with its derivative written out.
+"""The two heavy operations of a stream transition, each one function with a hand-written derivative.
 
 `read`: `v = sigmoid(a * (s W Y) + b)` for all controllers at once, with `s = 1 / rms(Y)` applied after the projection,
 and `o = h Y`, where `h` is `gain` times the first r of `v`. `write`: `Y' = k Y - w g`, without an r x r matrix.
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 EPS = 1e-20
-"""Of the controllers' RMS norm, as released."""
+"""Epsilon of the controllers' RMS norm, as released."""
 
 CHUNK_NUMEL = 2**17
-"""Elements of the state that are worked on at a time on a CPU."""
+"""Elements of the state to process at a time on a CPU."""
 
 
 def read(
     Y: Float[Tensor, "B T r d"], W: Float[Tensor, "n rd"], a: Float[Tensor, " n"], b: Float[Tensor, " n"], gain: float
 ) -> tuple[Float[Tensor, "B T d"], Float[Tensor, "B T n"], Float[Tensor, "B T r d"]]:
-    """What the blocks see, every controller's sigmoid, and the state again, to be given to `write`.
+    """The block input, every controller's sigmoid, and the state again, to be passed to `write`.
 
-    The state comes back so that both its gradients meet here, in one pass.
+    The state is returned so that both of its gradients meet here, in one pass.
     """
     if few_without_grad(Y):
         return read_formula(Y, W, a, b, gain)
@@ -67,7 +67,7 @@ def write_formula(Y: Tensor, g: Tensor, k: Tensor, w: Tensor) -> Tensor:
 
 
 class Read(torch.autograd.Function):
-    """`read`, saving the state and n + 1 numbers per token."""
+    """`read`, saving only the state and n + 1 numbers per token."""
 
     @staticmethod
     def forward(ctx, Y: Tensor, W: Tensor, a: Tensor, b: Tensor, gain: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,7 +120,7 @@ class Read(torch.autograd.Function):
 
 
 class Write(torch.autograd.Function):
-    """`write`, saving what it is given."""
+    """`write`, saving its inputs."""
 
     @staticmethod
     def forward(ctx, Y: Tensor, g: Tensor, k: Tensor, w: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class Write(torch.autograd.Function):
 
 
 def chunks(flat: Tensor) -> Iterator[slice]:
-    """The tokens, as many at a time as stay in the cache of a CPU; all at once for a compiler and on a GPU."""
+    """Chunks of tokens that fit the cache of a CPU; a single chunk for a compiler and on a GPU."""
     size = max(len(flat), 1)
     if flat.device.type == "cpu" and not torch.compiler.is_compiling():
         size = max(1, CHUNK_NUMEL // flat[0].numel()) if len(flat) else 1

@@ -28,26 +28,26 @@ Blocks = Callable[[Tensor], Tensor]
 
 
 class LoopState(NamedTuple):
-    """What a loop ends with."""
+    """The final state of a loop."""
 
     Y: Tensor
     """The state, (B, T, r, d); another call may `start` from it."""
     carry: Carry
-    """What the last rule carries on."""
+    """What the last rule carries to a next step."""
     depth: Tensor
     """How many steps each token took, (B, T)."""
     live: tuple[Tensor | bool, ...]
-    """Who took each of the steps: the answers of the `Depth`."""
+    """The tokens that took each step, as the `Depth` answered."""
     reads: tuple[Tensor, ...] = ()
-    """What the loop would have returned after the steps that the `Depth` names in `reads`."""
+    """What the loop would have returned after each number of steps that the `Depth` lists in `reads`."""
 
 
 @final
 class Loop(nn.Module):
     """R transitions between a start and a read-out (Algorithm 1, lines 3 to 15).
 
-    One `Transition` is shared by all steps, and any number of steps may be asked for; a list of them is loop-specific,
-    and its length is the only number of steps there is.
+    One `Transition` may be shared by all steps, and then any number of steps may be run. A list of transitions is
+    loop-specific, and its length is the only number of steps.
 
     >>> import looptim as lo
     >>> loop = lo.build("operloop", width=8, steps=3)
@@ -74,7 +74,7 @@ class Loop(nn.Module):
             require("a transition", transition, Transition)
         self.transitions = nn.ModuleList(listed)
         if steps is None and self.shared:
-            raise ValueError("a shared transition needs `steps`, the number of times it is applied")
+            raise ValueError("a shared transition needs `steps`, the number of times to apply it")
         self.steps = len(self.transitions) if steps is None else steps
         if width < 1:
             raise ValueError(f"width must be at least 1, got {width}")
@@ -86,11 +86,11 @@ class Loop(nn.Module):
         self.start = Copies() if start is None else start
         self.readout = Mean() if readout is None else readout
         self.normed = normed
-        """Whether what the loop returns is normed already: a model that ends with it adds no norm of its own."""
+        """Whether the loop's output is already normalized, so that a model that ends with it adds no norm."""
         self.name = name
         self.summary = summary
         self.reversible = False
-        """Whether the states are rebuilt in the backward, not kept."""
+        """Whether the states are rebuilt in the backward pass instead of kept."""
 
     def forward(
         self,
@@ -105,16 +105,19 @@ class Loop(nn.Module):
     ) -> Float[Tensor, "B T d"] | tuple[Float[Tensor, "B T d"], LoopState]:
         """Loop over `e`, the prelude output. `blocks` is the shared stack, or a sequence of callables, one per step.
 
-        `depth` says how many steps are run and by which tokens; without it all tokens run the loop's own number. A
-        model, whose blocks must know who takes the step, gives a walk it has begun.
-        `start` is a state to begin with in place of the start part's. `return_state` returns the last `LoopState`
-        beside the output. `grad_steps` truncates backpropagation to the last so many steps (Huginn, Parcae). `observe`
-        is called with every step's transition and record; `trace` is built on it.
+        `depth` says how many steps run and which tokens take them; by default all tokens take the loop's own number of
+        steps. A model, whose blocks must know which tokens take the step, passes a walk that it has begun.
+
+        `start` is a state to begin with instead of the start part's. `return_state` also returns the last `LoopState`.
+        `grad_steps` truncates backpropagation to that many last steps (Huginn, Parcae). `observe` is called with every
+        step's transition and record; `trace` is built on it.
         """
         self._check(e, grad_steps)
         walk = depth if isinstance(depth, Walk) else self.begin(e, depth)
         if grad_steps is not None and walk.policy.leaves:
-            raise ValueError("grad_steps keeps the gradient of the last steps, which a token that leaves never takes")
+            raise ValueError(
+                "grad_steps keeps the gradient of the last steps, which a token that left never took; drop it"
+            )
         schedule, total = walk.schedule, walk.total
         stacks = _one_per_step(blocks, total)
         Y = self.start(e) if start is None else start
@@ -154,13 +157,13 @@ class Loop(nn.Module):
         return (h, LoopState(Y, carry, _count(lived, e), tuple(lived), tuple(reads))) if return_state else h
 
     def begin(self, e: Float[Tensor, "B T d"], depth: Depth | None = None, *, decode: Decode | None = None) -> Walk:
-        """One call under `depth`, by default of all steps; `decode` makes logits of what the loop returns."""
+        """Start one call under `depth`, by default of all steps; `decode` turns what the loop returns into logits."""
         depth = Fixed(self.steps) if depth is None else depth
         require("depth", depth, Depth)
         return depth.begin(self, e, decode)
 
     def set_form(self, form: str) -> None:
-        """How transitions of known parts run: `fused` (so they are built), `compiled`, or `readable`, the definition.
+        """Set how transitions of known parts run: `fused` (the default), `compiled`, or `readable`, the definition.
 
         >>> import looptim as lo
         >>> loop = lo.build("operloop", width=8, steps=3)
@@ -172,7 +175,7 @@ class Loop(nn.Module):
             transition.kernels = choose("form", form, FORMS)()
 
     def reverse(self) -> None:
-        """Rebuild the states in the backward instead of keeping them; `looptim.loop.reversible` says how exactly.
+        """Rebuild the states in the backward pass instead of keeping them. `looptim.loop.reversible` bounds the error.
 
         >>> import looptim as lo
         >>> loop = lo.build("operloop", width=8, steps=12)
@@ -184,14 +187,12 @@ class Loop(nn.Module):
         for transition in cast("list[Transition]", list(self.transitions)):
             part = "the readable form" if transition.kernels is None else irreversible_part(transition)
             if part is not None:
-                raise ValueError(
-                    f"{self.name} cannot rebuild its states in the backward, for {part}; leave reversible out"
-                )
+                raise ValueError(f"{self.name} cannot rebuild its states, because of {part}; leave reversible out")
         self.reversible = True
 
     @property
     def form(self) -> str:
-        """How the transitions run, and the part that keeps them readable where they were to run fused."""
+        """How the transitions run, and the part that keeps them readable although another form was asked for."""
         forms = dict.fromkeys(form_of(transition) for transition in cast("list[Transition]", list(self.transitions)))
         return ", ".join(forms)
 
@@ -204,7 +205,7 @@ class Loop(nn.Module):
                 f"the loop was built for inputs of shape (batch, tokens, {self.width}), got {tuple(e.shape)}"
             )
         if grad_steps is not None and grad_steps < 1:
-            raise ValueError(f"grad_steps must be at least 1, got {grad_steps}; without it all steps have a gradient")
+            raise ValueError(f"grad_steps must be at least 1, got {grad_steps}; without it, all steps get a gradient")
 
     def schedule(self, steps: int | None = None) -> list[Transition]:
         """The transition of every step."""
@@ -220,12 +221,12 @@ class Loop(nn.Module):
         return transitions
 
     def unroll(self, steps: int) -> list[Transition]:
-        """The transition of each of `steps` steps: loop-specific ones as far as they go, then the last again."""
+        """The transition of each of `steps` steps; loop-specific ones repeat the last one when they run out."""
         transitions = cast("list[Transition]", list(self.transitions))
         return (transitions + transitions[-1:] * steps)[:steps]
 
     def _repr_html_(self) -> str:
-        # What a loop is called is read off its parts by a module above this one.
+        # A loop's name is read off its parts by a module above this one.
         from .describe import describe
 
         return describe(self)._repr_html_()

@@ -42,12 +42,12 @@ class Map(ABC):
 
     @property
     def causal(self) -> bool:
-        """Whether `write` sends nothing to an earlier token; only then can a language model use it."""
+        """Whether `write` sends nothing to an earlier token; a language model can only use such a map."""
         return True
 
 
 def vector(Y: Tensor) -> Tensor:
-    """A vector state without its axis of streams, of which it has one."""
+    """A vector state without its stream axis, which must have length 1."""
     if Y.shape[-2] != 1:
         raise ValueError(
             f"this part takes a vector state (r = 1), but the state has {Y.shape[-2]} streams; use one over streams"
@@ -103,7 +103,7 @@ class Dense(Map):
 
     def read(self, Y: Float[Tensor, "B T 1 d"]) -> Float[Tensor, "B T d"]:
         self._check(Y.shape[-1], self.W.shape[1], "reads")
-        # Autocast would take the state to bf16.
+        # Autocast would cast the state to bf16.
         return F.linear(vector(Y), self.W.to(Y.dtype)).to(Y.dtype)
 
     def write(self, g: Float[Tensor, "B T d"]) -> Float[Tensor, "B T 1 d"]:
@@ -188,8 +188,8 @@ class Composed(Map):
 class Pullback(Map):
     """A nonlinear projection `o = fn(Y)`; its adjoint at the point `Y` is the VJP `J(Y)^T g`.
 
-    The chain rule of Eq. 10 with a nonlinear projection: `dL/dY = J^T f'(o)`. `fn` must act on each token
-    by itself, or at least write to no earlier one.
+    This is the chain rule of Eq. 10 with a nonlinear projection: `dL/dY = J^T f'(o)`. `fn` must act on each token
+    separately, or at least write to no earlier token.
 
     >>> Y = torch.full((1, 1, 1, 1), 3.0)
     >>> square = Pullback(lambda Y: Y.squeeze(-2) ** 2, Y)

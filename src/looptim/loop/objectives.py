@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Objective(Part):
-    """`f(o)` and `f'(o)`. `value` is per token, so that it can also decide when a token has looped enough."""
+    """`f(o)` and `f'(o)`. `value` is per token, so it can also decide when a token has looped enough."""
 
     @abstractmethod
     def value(self, o: Float[Tensor, "B T d"], t: Float[Tensor, "B T d"]) -> Float[Tensor, "B T"]:
@@ -27,12 +27,12 @@ class Objective(Part):
         """`f'(o)`."""
 
     def residual(self, o: Float[Tensor, "B T d"], t: Float[Tensor, "B T d"]) -> Float[Tensor, "B T"]:
-        """`|t - o| / |t|`: how far a token is from its target, whatever the scale of both."""
+        """`|t - o| / |t|`: how far a token is from its target, independent of scale."""
         return torch.linalg.vector_norm(wide(t) - wide(o), dim=-1) / floored_norm(wide(t)).squeeze(-1)
 
 
 class Alignment(Objective):
-    """An objective that only asks `o` to point where `t` points: unbounded, so that its residual is an angle's."""
+    """An objective that only asks `o` to point where `t` points. It is unbounded, so its residual is an angle's."""
 
     def residual(self, o: Tensor, t: Tensor) -> Tensor:
         """`1 - cos(t, o)`."""
@@ -81,7 +81,8 @@ def _unit(x: Tensor) -> Tensor:
 class Delta(Objective):
     """`L = 1/2 |o - t|^2`, `f'(o) = o - t` (Eq. 18): OperLoop's, after the delta rule of linear attention.
 
-    With `Blocks(o) = o + D(o)` the error is `-D(o)`: the copy path of the blocks' residuals adds nothing to the state.
+    With `Blocks(o) = o + D(o)` the error is `-D(o)`, so the copy path of the blocks' residuals adds nothing to the
+    state.
 
     >>> Delta().grad(torch.tensor([[[5.0]]]), torch.tensor([[[2.0]]]))
     tensor([[[3.]]])
@@ -100,8 +101,8 @@ class Delta(Objective):
 class PseudoHuber(Objective):
     """`L = d c^2 (sqrt(1 + |o - t|^2 / (d c^2)) - 1)`: the delta objective near the target, linear far from it.
 
-    `f'(o) = (o - t) / sqrt(1 + |o - t|^2 / (d c^2))`: no error larger than `c` in root mean square is written, so that
-    one outlier token cannot throw its state away. Robust regression after Huber (1964), in Charbonnier's smooth form.
+    `f'(o) = (o - t) / sqrt(1 + |o - t|^2 / (d c^2))`: no written error exceeds `c` in root mean square, so a single
+    outlier token cannot destroy its state. Robust regression after Huber (1964), in Charbonnier's smooth form.
 
     >>> PseudoHuber(c=1.0).grad(torch.full((1, 1, 1), 1e6), torch.zeros(1, 1, 1))
     tensor([[[1.]]])

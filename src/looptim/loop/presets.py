@@ -52,7 +52,7 @@ from .transition import TargetBias, TargetNorm, Transition
 
 @final
 class IdentityWrite(MapPart):
-    """`x = I`: the write map of every vector-state transition that forgets its own projection."""
+    """`x = I`: the write map of every vector-state transition that does not write through its own projection."""
 
     symbol = "I"
 
@@ -296,7 +296,7 @@ def operloop_transition(
     scale: float = Gate.init_scale,
     bias_std: float = 0.0,
 ) -> Transition:
-    """OperLoop's transition, with every part exchangeable: the ground of the ablations and of the roadmap."""
+    """OperLoop's transition with every part exchangeable, on which the ablations and the roadmap are built."""
     if isinstance(objective, str):
         objective = choose("objective", objective, {"delta": Delta, "inner_product": InnerProduct})
     make_step = choose("step", step, {"causal": CausalStep, "sigmoid": SigmoidStep, "unit": CausalStep})
@@ -321,9 +321,9 @@ def streamed(
     shared: bool,
     later_step: float | None = None,
 ) -> Loop:
-    """A loop over `streams` copies of e, with a transition for every step unless `shared`."""
+    """A loop over `streams` copies of e, with one transition per step unless `shared`."""
     if shared and later_step is not None:
-        raise ValueError("later_step is of loops after the first, which share their transition; set shared=false")
+        raise ValueError("later_step sets the loops after the first, which share a transition here; set shared=false")
     later = {} if later_step is None else {"step_init": later_step}
     transitions = transition() if shared else [transition(**(later if step else {})) for step in range(steps)]
     return Loop(transitions, width=width, steps=steps, start=Copies(streams))

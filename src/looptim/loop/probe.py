@@ -1,4 +1,4 @@
-"""Loops and models run on random inputs in float64, for the questions that numbers answer."""
+"""Running loops and models on random inputs in float64, for the numerical checks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def loops_of(module: nn.Module) -> list[Loop]:
 
 
 def float64_copy(module: M, *, perturb: float = 0.0) -> M:
-    """A copy in float64 on the CPU, in eval mode, the parameters of its loops randomly changed by about `perturb`."""
+    """A float64 copy on the CPU in eval mode; its loops' parameters are randomly changed by about `perturb`."""
     if any(tensor.is_meta for tensor in itertools.chain(module.parameters(), module.buffers())):
         raise ValueError(f"{name_of(module)} is on the meta device and has no values; build it on another")
     twin = copy.deepcopy(module).to("cpu", torch.float64).eval()
@@ -41,7 +41,7 @@ def float64_copy(module: M, *, perturb: float = 0.0) -> M:
 
 
 def changed_copy(module: M, scales: tuple[float, ...] = (1.0, 0.1, 0.01)) -> M | None:
-    """A copy at randomly changed parameters, or None: a user's may have bounds that any change violates."""
+    """A copy with randomly changed parameters, or None if the parts cannot run there, as a user's may have bounds."""
     twins = (float64_copy(module, perturb=scale) for scale in scales)
     return next((twin for twin in twins if all(map(stays_finite, loops_of(twin)))), None)
 
@@ -52,7 +52,7 @@ def stays_finite(loop: Loop) -> bool:
 
 
 def is_finite(record: Record) -> bool:
-    """Whether a step's state and both its writes are finite."""
+    """Whether a step's state and both of its writes are finite."""
     return all(bool(t.isfinite().all()) for t in (record.Y, record.H.write(record.g), record.x.write(record.g)))
 
 
@@ -62,7 +62,7 @@ def random_input(width: int, batch: int = 2, tokens: int = 5) -> Tensor:
 
 
 def random_blocks(width: int) -> Callable[[Tensor], Tensor]:
-    """A fixed random network that acts on each token, in place of the blocks."""
+    """A fixed random network that acts on each token separately, as a stand-in for the blocks."""
     M = torch.randn(width, width, generator=_generator(3), dtype=torch.float64, device="cpu") / math.sqrt(width)
     return lambda o: o + torch.tanh(o @ M.to(o))
 
@@ -72,7 +72,7 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def run(loop: Loop) -> Iterator[tuple[Transition, Carry, Record]]:
-    """Every step of the loop on a random input, with what it carried before."""
+    """Every step of the loop on a random input, with what was carried into it."""
     e, blocks = random_input(loop.width), random_blocks(loop.width)
     with torch.no_grad():
         Y = loop.start(e)

@@ -1,4 +1,4 @@
-"""Projections `o = H Y + b`: parts that give the input map `H` and the bias `b` at a state."""
+"""Projections `o = H Y + b`: parts that compute the input map `H` and the bias `b` from the state."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class Projection(Part):
-    """Gives `(H, b)` at a state; `b` is None where there is none. `map_symbol` is the letter of `H` alone."""
+    """Computes `(H, b)` from the state; `b` is None if there is no bias. `map_symbol` is the letter of `H` alone."""
 
     map_symbol: str = "H"
     mixes_tokens: bool = False
-    """Whether a token reads the state of another one, which no KV cache holds: decoding then runs without a cache."""
+    """Whether a token reads another token's state, which no KV cache holds, so decoding runs without a cache."""
 
     @abstractmethod
     def forward(self, ctx: Context) -> tuple[Map, Float[Tensor, "B T d"] | None]:
@@ -31,7 +31,7 @@ class Projection(Part):
 
 
 class MapPart(Part):
-    """Gives a map alone: what a transition with a separate write map needs."""
+    """Computes a map alone, as a separate write map needs."""
 
     @abstractmethod
     def forward(self, ctx: Context) -> Map:
@@ -163,7 +163,7 @@ class EulerStateSpace(StateSpace):
 
 @final
 class NormedInput(Projection):
-    """Another projection given `RMSNorm(e)` in place of `e`: Parcae's `prelude_norm` as released.
+    """Wraps another projection and passes it `RMSNorm(e)` instead of `e`: Parcae's `prelude_norm`, as released.
 
     >>> NormedInput(Add(), 2)(Context(torch.ones(1, 1, 1, 2), None, torch.full((1, 1, 2), 9.0)))[1].round().tolist()
     [[[1.0, 1.0]]]
@@ -206,13 +206,13 @@ class Gated(Projection):
         with full_precision(ctx.e):
             e = wide(ctx.e)
             gate = torch.sigmoid(F.linear(e, self.W_g.to(e.dtype)))
-        # The composition is written out, since a compiler cannot trace the operator @ of our own classes.
+        # The composition is written out because a compiler cannot trace the @ operator of our classes.
         return Composed(Diagonal(gate), Dense(self.W_u)), None
 
 
 @final
 class Shifted(Projection):
-    """Another projection of the state one token back: `o_i = H y_{i-1} + b` (the star of Table 7).
+    """Another projection, applied to the state of the token before: `o_i = H y_{i-1} + b` (the star of Table 7).
 
     >>> Shifted(Plain()).symbol
     'y_{i−1}'
@@ -274,8 +274,8 @@ class StreamRead(Projection):
 class BoundedRead(Projection):
     """`o = c tanh(H Y / c)`, a nonlinear projection: no coordinate the blocks see exceeds `c`.
 
-    Its adjoint is the pullback `H^T Diag(1 - tanh^2(H Y / c)) g`, never larger than the linear one, so that a
-    coordinate that has saturated is no longer written to. `c` is learned, one per channel.
+    Its adjoint is the pullback `H^T Diag(1 - tanh^2(H Y / c)) g`, never larger than the linear one, so a saturated
+    coordinate is no longer written to. `c` is learned, one per channel.
 
     >>> BoundedRead(StreamMap(4, 2, name="H_in", bias=0.0), 4).symbol
     'c tanh(H_in Y / c)'

@@ -1,4 +1,4 @@
-"""Presets by name: how they are entered, which code they are made of, how one is built, and what its options may be."""
+"""Presets by name: how they are registered, which code they are made of, and how they are built."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .base import require, signature_of
 from .loop import Loop
 
 NUMERICS = 1
-"""The version of what the shipped transitions compute, which the golden curve pins; it is a part of every result."""
+"""The version of what the shipped transitions compute. The golden curve pins it, and every result records it."""
 ENTRY_POINTS = "looptim.presets"
-"""The group in which an installed package says which presets it has."""
+"""The entry-point group by which an installed package announces its presets."""
 
 Preset = Callable[..., Loop]
 
 
 @final
 class Presets(UserDict[str, Preset]):
-    """Name to preset, and the hash of the code with which each was entered: its file may be edited after that."""
+    """Presets by name, and the hash of the code of each at registration; its file may be edited later."""
 
     def __init__(self) -> None:
         self.codes: dict[str, str | None] = {}
@@ -36,43 +36,43 @@ class Presets(UserDict[str, Preset]):
         self.enter(name, preset, hash_of(preset))
 
     def enter(self, name: str, preset: Preset, code: str | None) -> None:
-        """Enter a preset of which the hash is known, as in a worker that has it from elsewhere."""
+        """Register a preset whose hash is known, as in a worker process that receives it."""
         self.data[name], self.codes[name] = preset, code
 
 
 PRESETS = Presets()
-"""Name to preset. Add your own: `PRESETS["mine"] = lambda width, steps: Loop(...)`."""
+"""Presets by name. Add your own with `PRESETS["mine"] = lambda width, steps: Loop(...)`."""
 
 
 def _find(name: str) -> tuple[Preset, str | None]:
-    """A preset by its name, or by where its code is, and the hash of that; None for a shipped one."""
+    """A preset by its name or reference, and the hash of its code, which is None for a shipped one."""
     if not isinstance(name, str) or name not in PRESETS:
         if is_reference(name):
             preset, code = find_code(name)
             return _named(preset, name), code
-        # What is installed is there by its user's will, as a shipped preset is.
+        # Installed packages are trusted, since the user installed them.
         installed = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
         try:
             point = choose("preset", name, dict.fromkeys(PRESETS) | installed)
         except ValueError as error:
-            raise ValueError(f"{error}; your own goes by file.py:function, or --import what registers it") from None
+            raise ValueError(f"{error}; name your own as file.py:function, or --import it") from None
         assert point is not None
         try:
             PRESETS[name] = _named(point.load(), name)
         except (ImportError, AttributeError) as error:
             raise ValueError(
-                f"the preset {name} of {point.value} does not load ({error}); mend or remove it"
+                f"the preset {name} of {point.value} does not load ({error}); fix or uninstall it"
             ) from error
     return PRESETS[name], PRESETS.codes[name]
 
 
 def preset_of(name: str) -> Preset:
-    """The preset that a name stands for. Code that only a file names is not run."""
+    """The preset of a name. Code that only a file names is not run."""
     return _find(name)[0]
 
 
 def code_of(name: str) -> str | None:
-    """The hash of the source that a user's preset is made of; None for a shipped preset, which has `NUMERICS`.
+    """The hash of the source of a user's preset; None for a shipped preset, which has `NUMERICS` instead.
 
     >>> code_of("operloop") is None
     True
@@ -87,7 +87,7 @@ def options_of(name: str) -> list[str]:
 
 
 def build(name: str, *, width: int, steps: int, **options: Any) -> Loop:
-    """The preset `name` for inputs of `width`, looped `steps` times; your own may be `file.py:function`.
+    """Build the preset `name` for inputs of `width`, looped `steps` times; your own may be `file.py:function`.
 
     >>> build("vanilla", width=8, steps=3).name
     'vanilla'
@@ -97,7 +97,7 @@ def build(name: str, *, width: int, steps: int, **options: Any) -> Loop:
 
 
 def build_named(name: str, *, width: int, steps: int, **options: Any) -> Loop:
-    """`build` for a name that may stem from a file: code that it asks for runs only if the caller has allowed it."""
+    """`build` for a name that may come from a file: code it names runs only if the caller has allowed it."""
     preset = preset_of(name)
     parameters = signature_of(preset).parameters
     known = options_of(name)
@@ -122,11 +122,11 @@ KINDS: dict[str, tuple[type, str]] = {
     "float": (Real, "a number"),
     "None": (type(None), "none"),
 }
-"""What the annotation of an option says of its value; a word, or whatever else, is for the preset to check."""
+"""What an option's annotation says of its value; the preset itself checks words and everything else."""
 
 
 def _check_option(preset: str, option: inspect.Parameter, value: Any) -> None:
-    # Recipes and --set bring whatever was written there, and the text "False" would count as true.
+    # Values from recipes and --set arrive as written, and the text "False" would otherwise count as true.
     given = option.annotation if isinstance(option.annotation, str) else inspect.formatannotation(option.annotation)
     if not KINDS.keys() >= set(given.split(" | ")):
         return
@@ -137,13 +137,13 @@ def _check_option(preset: str, option: inspect.Parameter, value: Any) -> None:
 
 
 def register(preset: Preset) -> Preset:
-    """Enter a preset under its function's name, which with its docstring becomes the loop's name and summary."""
+    """Register a preset under its function's name; name and docstring become the loop's name and summary."""
     PRESETS[preset.__name__] = named = _named(preset, preset.__name__)
     return named
 
 
 def _named(preset: Preset, name: str) -> Preset:
-    """A preset whose loops have its name, and the first paragraph of its docstring as their summary."""
+    """A preset whose loops get its name, with the first paragraph of its docstring as their summary."""
 
     @functools.wraps(preset)
     def named(*args: Any, **options: Any) -> Loop:

@@ -1,9 +1,9 @@
-"""States that are rebuilt in the backward instead of kept: a loop's memory then hardly grows with its steps.
+"""States that are rebuilt in the backward pass instead of kept, so that memory hardly grows with the loop's steps.
 
-A stream's write `Y' = k Y - w g` gives its state back, `Y = (Y' + w g) / k`, and the backward asks for the states from
-the last to the first. So of each step `g`, `k` and `w` are kept, which its derivative needs anyway, and of the loop the
-last state. Every division by `k` amplifies rounding. While the loop runs forward a bound on the error that each stream
-of each token will be rebuilt with is carried along, and where it would exceed `TOLERANCE` that stream is kept.
+A stream's write `Y' = k Y - w g` can be inverted, `Y = (Y' + w g) / k`, and the backward pass asks for the states from
+the last to the first. So only `g`, `k` and `w` of each step, which the derivative needs anyway, and the last state are
+kept. Dividing by `k` amplifies rounding. The forward pass therefore tracks a bound on the error with which each stream
+of each token will be rebuilt, and keeps a stream wherever the bound would exceed `TOLERANCE`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from .transition import Transition
 
 TOLERANCE = 1e-4
-"""The largest error of a rebuilt stream that the bound may allow, relative to the largest number of its token."""
+"""The largest error that the bound may allow in a rebuilt stream, relative to the largest number of its token."""
 
 
 def irreversible_part(transition: Transition) -> str | None:
-    """The part for which the states of a transition cannot be rebuilt; None where they can.
+    """The part that prevents a transition's states from being rebuilt; None if they can be.
 
     >>> import looptim as lo
     >>> irreversible_part(lo.build("operloop_muon", width=8, steps=2).transitions[0])
     'the direction Momentum of the rule'
     """
-    # The fused form is a module that imports this one.
+    # The fused form imports this module, so it is imported late.
     from .fused import unknown_part
 
     unknown = unknown_part(transition)
@@ -47,7 +47,7 @@ def irreversible_part(transition: Transition) -> str | None:
 
 
 class Written(NamedTuple):
-    """What rebuilds the state before a step from the one after it."""
+    """The values that rebuild the state before a step from the one after it."""
 
     g: Float[Tensor, "B T d"]
     k: Float[Tensor, "B T r"]
@@ -55,7 +55,7 @@ class Written(NamedTuple):
     kept: Bool[Tensor, "B T r"]
     """The streams for which the bound was too large."""
     streams: Float[Tensor, "n d"]
-    """Those streams as they were."""
+    """The values of those streams, kept."""
 
     def undo(self, Y: Tensor) -> Tensor:
         """The state before the step."""
@@ -65,10 +65,11 @@ class Written(NamedTuple):
 
 @final
 class Bound:
-    """How wrong the streams of the first state of a chain may be rebuilt, at most, step by step.
+    """A bound, updated step by step, on how wrong the streams of the first state of a chain will be rebuilt.
 
-    A state `Y` is rebuilt with the error `(error of Y' + rounding) / |k|`, where both directions together round by at
-    most `eps (3 |Y'| + 5 |k Y|)`. `error` is the sum over steps of rounding times `amplified`, the product of `1/|k|`.
+    A state `Y` is rebuilt with an error of `(error of Y' + rounding) / |k|`; the forward and backward computations
+    together round by at most `eps (3 |Y'| + 5 |k Y|)`. `error` is the sum over steps of rounding times `amplified`, the
+    product of `1/|k|`.
     """
 
     def __init__(self, Y: Tensor):
@@ -77,12 +78,12 @@ class Bound:
         self.amplified = torch.zeros_like(self.size)
 
     def step(self, k: Float[Tensor, "B T r"], Y: Float[Tensor, "B T r d"]) -> Bool[Tensor, "B T r"]:
-        """The streams that have to be kept before a step that gives `Y`; their chain begins again after it."""
+        """The streams to keep before a step that results in `Y`; a new chain begins after it for them."""
         size, k = _largest(Y), k.abs()
         rounding = torch.finfo(Y.dtype).eps * (3 * size + 5 * k * self.size)
         amplified = torch.maximum(self.amplified, 1 / self.size.amax(-1, keepdim=True)) / k
         error = self.error + rounding * amplified
-        # A state of zeros, or a gate of exactly one, gives no number that could be compared.
+        # A state of zeros, or a gate of exactly one, gives nothing to compare with.
         keep = ~(error <= TOLERANCE)
         self.size = size
         self.error, self.amplified = error.masked_fill(keep, 0), amplified.masked_fill(keep, 0)
@@ -91,7 +92,7 @@ class Bound:
 
 @final
 class Chain:
-    """Some steps that follow each other, and the state they end with."""
+    """A run of consecutive steps, and the state they end with."""
 
     def __init__(self, Y: Tensor):
         self.bound = Bound(Y)
@@ -99,7 +100,7 @@ class Chain:
         self.last = self.rebuilt = Y
         self.version = Y._version
         self.at = 0
-        """Before which step the state is that was rebuilt last."""
+        """The step before which the most recently rebuilt state lies."""
 
     def append(self, Y: Tensor, Y_next: Tensor, g: Tensor, k: Tensor, w: Tensor) -> None:
         keep = self.bound.step(k, Y_next)
@@ -109,10 +110,10 @@ class Chain:
         self.at = len(self.written)
 
     def state(self, step: int) -> Tensor:
-        """The state before `step`; cheap where it is asked for from the last to the first, as a backward does."""
+        """The state before `step`; cheap if asked from the last step to the first, as a backward pass does."""
         if self.last._version != self.version:
             raise RuntimeError(
-                "the loop's last state was changed in place, but the backward rebuilds the others from it"
+                "the loop's last state was changed in place, but the others are rebuilt from it; clone it first"
             )
         if step > self.at:
             self.rebuilt, self.at = self.last, len(self.written)
@@ -124,14 +125,14 @@ class Chain:
 
 @final
 class Tape:
-    """The chains of one call of a loop. A state that is not what the last step wrote begins a new one."""
+    """The chains of one call of a loop. A state that the last step did not write begins a new chain."""
 
     def __init__(self) -> None:
         self.chain: Chain | None = None
 
     def instead_of(self, Y: Tensor) -> AbstractContextManager:
-        """Inside of it the backward is promised the state `Y` without keeping it."""
-        # The hooks live as long as the graph: they may know where the state is, but not hold it.
+        """A context in which saving the state `Y` for the backward pass stores only a promise to rebuild it."""
+        # The hooks live as long as the graph, so they may know how to find the state but must not hold it.
         place = _place(Y)
         if self.chain is None or place != _place(self.chain.last):
             self.chain = Chain(Y.detach())
@@ -142,7 +143,7 @@ class Tape:
         )
 
     def wrote(self, Y: Tensor, Y_next: Tensor, *factors: Tensor) -> None:
-        """A step made `Y_next` of `Y` by the factors `g`, `k` and `w`."""
+        """Record that a step turned `Y` into `Y_next` with the factors `g`, `k` and `w`."""
         assert self.chain is not None
         with torch.no_grad():
             self.chain.append(Y.detach(), Y_next.detach(), *(factor.detach() for factor in factors))
@@ -153,5 +154,5 @@ def _place(Y: Tensor) -> tuple:
 
 
 def _largest(Y: Float[Tensor, "B T r d"]) -> Float[Tensor, "B T r"]:
-    """The largest number of each stream."""
+    """The largest absolute number of each stream."""
     return torch.linalg.vector_norm(Y, torch.inf, dim=-1)

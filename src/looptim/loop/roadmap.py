@@ -18,7 +18,7 @@ from .rules import HeavyBall, Hyperball, Muon, Nesterov
 
 
 def _register_variant(preset: Callable[..., dict[str, Any]]) -> Callable[..., Loop]:
-    """Enter a preset that is OperLoop with the parts `preset` gives; it has OperLoop's options beside its own."""
+    """Register a preset that is OperLoop with the parts that `preset` returns; it also has OperLoop's options."""
     own = signature_of(preset).parameters
     exchanged = preset(1, **{name: option.default for name, option in own.items() if name != "width"})
     inherited = [

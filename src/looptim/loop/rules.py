@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 
 
 class Carry(NamedTuple):
-    """What a rule hands from one loop to the next."""
+    """What a rule hands from one step to the next."""
 
     eta: float | Tensor
-    """The step size just used; before the first step, 1."""
+    """The step size of the last step; 1 before the first step."""
     lam: float | Tensor | StreamMatrix
-    """The decay just used."""
+    """The decay of the last step."""
     memory: Any
-    """What a rule remembers, any tree of tensors that begin with the axes (B, T), or None."""
+    """The rule's memory, any tree of tensors whose first axes are (B, T), or None."""
 
 
 class Rule(Part):
-    """An optimizer update rule on the state. `symbol` is its equation, with `G = x^T f'(o)`."""
+    """An update rule for the state. `symbol` is its equation, with `G = x^T f'(o)`."""
 
     name: str = ""
-    """What the zoo calls it; a user's rule without one goes by the name of its class."""
+    """The rule's name in the zoo; a user's rule without one goes by the name of its class."""
 
     def __init__(self, step: Step, decay: Decay):
         super().__init__()
@@ -49,8 +49,8 @@ class Rule(Part):
 
     def init(self, Y: Float[Tensor, "B T r d"]) -> Carry:
         """`eta_{-1} = 1` and no memory."""
-        # eta is tied to Y by a zero, so that the first step sees the same kind of tensor (gradient or not) as later
-        # ones: one compilation then serves all steps.
+        # eta is tied to Y by a zero, so that the first step sees the same kind of tensor (with or without gradient) as
+        # the later ones, and one compilation serves all steps.
         return Carry(eta=1 + 0 * wide(Y[..., :1, :1]), lam=0.0, memory=None)
 
     @abstractmethod
@@ -61,7 +61,7 @@ class Rule(Part):
 
 
 class Retraction(Part):
-    """Where a step ends that must stay on a set: it takes the place of `descend`. `symbol` is written with `{G}`."""
+    """The final step of a rule that keeps the state on a set; replaces `descend`. `symbol` is written with `{G}`."""
 
     @abstractmethod
     def forward(
@@ -89,7 +89,7 @@ class Sphere(Retraction):
 
 
 def keep(Y: Tensor, eta: float | Tensor, lam: float | Tensor | StreamMatrix) -> Tensor:
-    """`(I - eta Lam) Y`, what a decay leaves of the state."""
+    """`(I - eta Lam) Y`, what the decay leaves of the state."""
     if isinstance(lam, StreamMatrix):
         with full_precision(Y):
             return Y - eta * (lam.matrix @ Y.to(lam.matrix.dtype))
@@ -105,7 +105,7 @@ def descend(Y: Tensor, direction: Tensor, eta: float | Tensor, lam: float | Tens
     """
     if isinstance(eta, float) and isinstance(lam, float) and eta * lam == 1.0:
         return (-eta * direction).to(Y.dtype)
-    # eta, lam and a written gradient are in fp32 or wider, so that a bf16 state is rounded here and only here.
+    # eta, lam and the written gradient are in fp32 or wider, so a bf16 state is rounded here and nowhere else.
     return (keep(Y, eta, lam) - eta * direction).to(Y.dtype)
 
 
@@ -113,8 +113,8 @@ def descend(Y: Tensor, direction: Tensor, eta: float | Tensor, lam: float | Tens
 class Descent(Rule):
     """`Y' = (I - eta Lam) Y - eta D`, where `D` is what a chain of directions makes of the gradient `G` (Eq. 8).
 
-    Without directions it is gradient descent, Proposition 1, the rule of every row of the paper's tables. A `retract`
-    comes last and takes the state back to a set, such as a sphere.
+    Without directions this is gradient descent, Proposition 1, the rule of every row of the paper's tables. A `retract`
+    comes last and returns the state to a set, such as a sphere.
 
     >>> from looptim.loop.controls import ConstantDecay, ConstantStep
     >>> import torch
@@ -146,7 +146,7 @@ class Descent(Rule):
         return self.move(Y, G, self.step(ctx, carry.eta), self.decay(ctx), carry)
 
     def move(self, Y: Tensor, G: Tensor, eta: float | Tensor, lam: Any, carry: Carry) -> tuple[Tensor, Carry]:
-        """The next state and the next carry, for a step size and a decay."""
+        """The next state and the next carry, given a step size and a decay."""
         D, memory = G, []
         for direction, remembered in zip(self.directions, memory_for(self, Y, carry) or (), strict=True):
             D, remembered = direction(D, remembered)
@@ -156,13 +156,13 @@ class Descent(Rule):
 
 
 def memory_for(rule: Rule, Y: Tensor, carry: Carry) -> Any:
-    """What a rule goes on from: what is carried, or its own beginning after a step of another kind of rule."""
+    """The memory to continue from: what is carried, or a fresh one after a step of another kind of rule."""
     wanted = form(rule.init(Y[:0]).memory)
     return carry.memory if form(carry.memory) == wanted else rule.init(Y).memory
 
 
 def form(tree: Any) -> Any:
-    """The structure of a tree, None being no leaf of it."""
+    """The structure of a tree, where None is not a leaf."""
     return pytree.tree_structure(pytree.tree_map(lambda leaf: () if leaf is None else 0, tree))
 
 

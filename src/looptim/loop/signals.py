@@ -1,4 +1,4 @@
-"""What tells that a token has looped enough: one number per token after every step, small where it has settled."""
+"""Signals that a token has looped enough: one number per token after every step, small once it has settled."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Seen(NamedTuple):
-    """What a signal may look at after a step: the step, what it computed, and what could be read out now."""
+    """What a signal may look at after a step: the step, its record, and what could be read out now."""
 
     step: int
-    """Steps taken so far, from 1."""
+    """The number of steps taken so far, from 1."""
     transition: Transition
     record: Record
     hidden: Tensor | None
@@ -33,7 +33,7 @@ class Seen(NamedTuple):
 
 
 class Signal(nn.Module):
-    """How unsettled each token is; a token leaves where this is below the threshold of its `Exit`.
+    """A measure of how unsettled each token is. A token leaves when it is below the threshold of its `Exit`.
 
     >>> class Size(Signal):
     ...     '''The size of the write, relative to nothing.'''
@@ -50,11 +50,11 @@ class Signal(nn.Module):
 
     @abstractmethod
     def forward(self, seen: Seen, memory: Any) -> tuple[Float[Tensor, "B T"], Any]:
-        """One number per token, and what it wants to know after the next step: None, or tensors that begin (B, T)."""
+        """One number per token, and its memory for the next step: None, or tensors whose first axes are (B, T)."""
 
     @property
     def name(self) -> str:
-        """What it is called in a table."""
+        """The signal's name in tables."""
         return type(self).__name__.lower()
 
 
@@ -143,9 +143,9 @@ class Margin(Predicting):
 
 @final
 class Gate(Signal):
-    """The probability `prod_{s <= l} (1 - lam_s)` of being still inside, `lam = sigmoid(w . norm(h) + b)` (Ouro).
+    """The probability `prod_{s <= l} (1 - lam_s)` of not having left yet, `lam = sigmoid(w . norm(h) + b)` (Ouro).
 
-    `w` and `b` are learned, after the model, by `looptim.training.exit_gate`.
+    `w` and `b` are trained after the model, by `looptim.training.exit_gate`.
     """
 
     asks = "hidden"
@@ -153,12 +153,12 @@ class Gate(Signal):
     def __init__(self, width: int):
         super().__init__()
         self.linear = nn.Linear(width, 1)
-        # It starts as a gate that lets nobody out.
+        # The gate starts such that no token leaves.
         nn.init.zeros_(self.linear.weight)
         nn.init.constant_(self.linear.bias, -3.0)
 
     def stay(self, hidden: Float[Tensor, "B T d"]) -> Float[Tensor, "B T"]:
-        """The logit of `1 - lam`, that the token takes one more step."""
+        """The logit of `1 - lam`, the probability that the token takes one more step."""
         h = wide(hidden)
         h = F.rms_norm(h, h.shape[-1:], eps=1e-6)
         return -F.linear(h, self.linear.weight.to(h.dtype), self.linear.bias.to(h.dtype)).squeeze(-1)
@@ -172,9 +172,9 @@ class Gate(Signal):
 
 @final
 class Random(Signal):
-    """A control: leaves after step l with the probability that makes `shares` the shares of the depths 1, 2, ...
+    """A control: tokens leave after step l with the probability that makes `shares` the shares of depths 1, 2, ...
 
-    The threshold that goes with it is 1. It draws from torch's global generator.
+    Use it with a threshold of 1. It draws from torch's global generator.
 
     >>> Random([0.5, 0.25, 0.25]).hazard
     [0.5, 0.5, 1.0]
@@ -184,7 +184,7 @@ class Random(Signal):
         super().__init__()
         left = torch.tensor(shares, dtype=torch.float64)
         if left.dim() != 1 or not len(left) or (left < 0).any() or not left.sum() > 0:
-            raise ValueError(f"shares must be the shares of the depths 1, 2, ..., none negative, got {list(shares)}")
+            raise ValueError(f"shares must be those of depths 1, 2, ..., none of them negative, got {list(shares)}")
         still = left.flip(0).cumsum(0).flip(0)
         self.hazard = torch.where(still > 0, left / still, 1.0).tolist()
 
@@ -200,7 +200,7 @@ def _relative(move: Float[Tensor, "B T r d"], Y: Float[Tensor, "B T r d"]) -> Fl
 
 
 def _none_yet(like: Tensor) -> Float[Tensor, "B T"]:
-    """A value below no threshold but infinity, where there is none to compare with."""
+    """A value that only a threshold of infinity exceeds, for a step that has nothing to compare with."""
     return torch.full_like(like[..., 0, 0], torch.finfo(like.dtype).max)
 
 
@@ -215,9 +215,9 @@ SIGNALS: dict[str, Callable[[], Signal]] = {
     "entropy_coda": partial(Entropy, coda=True),
     "margin_coda": partial(Margin, coda=True),
 }
-"""The signals that need nothing but the model, by name; `Gate`, `Random` and a user's own are given as objects."""
+"""Signals that need only the model, by name; `Gate`, `Random` and a user's own are passed as objects."""
 
 
 def find_signal(signal: str | Signal) -> Signal:
-    """A signal by its name, or itself."""
+    """The signal of a name; a signal is returned as it is."""
     return signal if isinstance(signal, Signal) else choose("signal", signal, SIGNALS)()

@@ -32,7 +32,7 @@ class Copies(Part):
         self.symbol = "e" if streams == 1 else f"{streams} copies of e"
 
     def forward(self, e: Float[Tensor, "B T d"]) -> Float[Tensor, "B T r d"]:
-        # The copies are made contiguous, so that every step sees the same strides and one compilation serves all.
+        # The copies are made contiguous, so every step sees the same strides and one compilation serves all of them.
         return e.unsqueeze(-2).expand(-1, -1, self.streams, -1).contiguous()
 
 
@@ -40,9 +40,9 @@ class Copies(Part):
 class Noise(Part):
     """`y_0 ~ N(0, std^2)`, truncated at three sigma (Huginn and Parcae as released).
 
-    In training every token draws its own start from torch's global generator. In eval mode all tokens share one
-    draw, made from `seed` when the part is built and kept as a buffer, so that two forwards agree and a token's start
-    depends neither on its position nor on padding, chunking or a KV cache.
+    In training every token draws its own start from torch's global generator. In eval mode all tokens share one draw,
+    made from `seed` when the part is built and kept as a buffer, so two forward passes agree, and a token's start does
+    not depend on its position, padding, chunking or a KV cache.
 
     >>> start = Noise(8, std=0.5).eval()
     >>> bool((start(torch.ones(1, 2, 8)) == start(torch.zeros(1, 2, 8))).all())
@@ -61,14 +61,14 @@ class Noise(Part):
         self.fixed: Tensor
 
     def forward(self, e: Float[Tensor, "B T d"]) -> Float[Tensor, "B T 1 d"]:
-        # bf16 has too few numbers between 0 and 1 to draw from.
+        # Between 0 and 1, bf16 has too few numbers to draw from.
         y = self.std * _truncated_normal(torch.rand_like(wide(e))) if self.training else self.fixed
         # The start is tied to e by a zero, so that the first step sees the same kind of tensor as later ones.
         return (y.to(e) + 0 * e).unsqueeze(-2)
 
 
 def _truncated_normal(uniform: Tensor, sigmas: float = 3.0) -> Tensor:
-    """Inverse-CDF sampling of a standard normal cut at +-sigmas; written out because it must compile."""
+    """Inverse-CDF sampling of a standard normal truncated at +-sigmas, written out because it must compile."""
     edge = math.erf(sigmas / math.sqrt(2))
     return math.sqrt(2) * torch.erfinv((2 * uniform - 1) * edge)
 
@@ -89,7 +89,7 @@ class Mean(Part):
 
 @final
 class NormedMean(Part):
-    """`h = RMSNorm(Mean_r(Y_R))`: Huginn as released norms what the loop returns.
+    """`h = RMSNorm(Mean_r(Y_R))`: Huginn as released normalizes what the loop returns.
 
     >>> NormedMean(2)(torch.full((1, 1, 1, 2), 7.0)).round(decimals=3).tolist()
     [[[1.0, 1.0]]]

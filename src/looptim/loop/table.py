@@ -46,7 +46,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def narrow(rows: list[dict[str, Any]]) -> str:
-    """The table for terminals too narrow for it: two lines a row."""
+    """The table for narrow terminals: two lines per row."""
     lines = []
     for row in rows:
         name, rule, o, lam, eta, x, objective, aligned, gap, parameters = cells(row)

@@ -1,4 +1,4 @@
-"""Look inside a loop while it runs."""
+"""Looking inside a loop while it runs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .transition import Record, Transition
 @final
 @dataclasses.dataclass(repr=False)
 class Trace:
-    """What every step computed: lists with one entry per step, but for `state`, which also has the first, `Y_0`.
+    """What every step computed: lists with one entry per step, except `state`, which also has the first one, `Y_0`.
 
-    Several loops, or several calls, follow each other in the order they ran.
+    Several loops, or several calls, follow one another in the order they ran.
     """
 
     state: list[Tensor] = dataclasses.field(default_factory=list)
@@ -71,7 +71,7 @@ def _rms(value: Tensor) -> float:
 def trace(module: nn.Module) -> Iterator[Trace]:
     """Record every loop inside `module` (a `Loop` or a model that contains some) while the context is open.
 
-    Nothing is detached and nothing is computed twice. A compiled module runs eagerly meanwhile.
+    Nothing is detached and nothing is computed twice. Compiled modules run eagerly in the meantime.
 
     >>> import looptim as lo
     >>> loop = lo.build("operloop", width=8, steps=3)
@@ -81,7 +81,7 @@ def trace(module: nn.Module) -> Iterator[Trace]:
     (4, 3, torch.Size([1, 2, 1, 1]))
     """
     if not isinstance(module, nn.Module):
-        raise ValueError(f"trace looks inside a module, got {type(module).__name__}")
+        raise ValueError(f"trace takes a module, got {type(module).__name__}")
     loops = [m for m in module.modules() if isinstance(m, Loop)]
     if not loops:
         raise ValueError(f"there is no looptim.Loop inside this {type(module).__name__}: nothing to trace")
@@ -96,7 +96,7 @@ def trace(module: nn.Module) -> Iterator[Trace]:
 
 
 def _observe_with(seen: Trace):
-    """A hook that hands each call of a loop an observer of its own."""
+    """A hook that gives each call of a loop its own observer."""
 
     def hook(loop: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         first, outer = True, kwargs.get("observe")

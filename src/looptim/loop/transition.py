@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Target(Part):
-    """What becomes of the blocks' output before it is the target `t`. `symbol` is written with `Blocks(o)`."""
+    """How the blocks' output becomes the target `t`. `symbol` is written with `Blocks(o)`."""
 
     @abstractmethod
     def forward(self, t: Float[Tensor, "B T d"]) -> Float[Tensor, "B T d"]:
@@ -53,7 +53,7 @@ class TargetBias(Target):
 class TargetNorm(Target):
     """`t = RMSNorm(Blocks(o))`: Ouro as released, with the final norm inside the loop.
 
-    At a zero state its derivative is `1 / sqrt(eps)`, in every loop anew, as in layers that follow one another.
+    At a zero state its derivative is `1 / sqrt(eps)`, again in every loop, as in consecutive layers.
 
     >>> TargetNorm(2)(torch.full((1, 1, 2), 7.0)).round(decimals=3).tolist()
     [[[1.0, 1.0]]]
@@ -74,7 +74,7 @@ class TargetNorm(Target):
 class Transition(nn.Module):
     """`Y' = (I - eta Lam) Y - eta H^T f'(H Y + b)` with `t = Blocks(o)` (Proposition 1), from three parts.
 
-    Leaving `write` out means aligned: the error goes back through the adjoint of the map the state was read with.
+    Leaving `write` out means aligned: the error goes back through the adjoint of the map that the state was read with.
     Only a mismatch has to be spelled out. `features` computes what the controllers look at, once for all of them.
 
     >>> import looptim as lo
@@ -113,7 +113,7 @@ class Transition(nn.Module):
         self.target = target
         self.features = features
         self.kernels: fused.Kernels | None = fused.EAGER
-        """What the fused form runs on; None for the readable form."""
+        """What runs the fused form; None for the readable form."""
 
     def step(
         self,
@@ -122,7 +122,7 @@ class Transition(nn.Module):
         blocks: Callable[[Tensor], Tensor],
         carry: Carry,
     ) -> Record:
-        """One step, with all it computed."""
+        """One step, with everything it computes."""
         Z = None if self.features is None else self.features(Y)
         ctx = Context(Y, Z, e)
         H, b = check_projection(self.projection, self.projection(ctx), e)
@@ -147,7 +147,7 @@ class Transition(nn.Module):
         carry: Carry,
         tape: Tape | None = None,
     ) -> Record:
-        """One step, fused where every part is known: then without features. A `tape` is for the fused form only."""
+        """One step, fused if every part is known; features are then not computed. Only the fused form uses a `tape`."""
         if self.kernels is not None and fused.unknown_part(self) is None:
             return fused.step(self, self.kernels, Context(Y, None, e), blocks, carry, tape)
         return self.step(Y, e, blocks, carry)
@@ -166,7 +166,7 @@ class Transition(nn.Module):
 
 
 def check_projection(projection: Projection, given: Any, e: Tensor) -> tuple[Map, Tensor | None]:
-    """What a projection gave, if it is a map and a bias that can be added to what the map reads."""
+    """Check that a projection returned a map, and a bias that can be added to what the map reads."""
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Map):
         if isinstance(given[1], Tensor) and (given[1].dim() > 3 or given[1].shape[-1:] != e.shape[-1:]):
             check_same_shape(given[1], e, f"the bias of the projection {type(projection).__name__}", "the loop's input")

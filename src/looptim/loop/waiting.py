@@ -1,4 +1,4 @@
-"""The state and the carry of tokens that take a step, and of those that do not."""
+"""Merging the state and carry of tokens that take a step with those of tokens that wait."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def _map_carry(function: Callable[[Any, int], Any], carry: Carry) -> Carry:
 def merge(
     live: Bool[Tensor, "B ..."], now: tuple[Tensor, Carry], before: tuple[Tensor, Carry], rule: Rule
 ) -> tuple[Tensor, Carry]:
-    """The new state and carry of the tokens that took a step of `rule`, those of before for the others."""
+    """The new state and carry for tokens that took a step of `rule`, and the old ones for all others."""
     (Y, carry), (Y_before, carry_before) = now, before
-    # Where the step before was another rule's, a token that has not met this one is where it begins.
+    # If another rule made the step before, a token that has not met this rule yet starts with a fresh memory.
     memory, lam = memory_for(rule, Y_before, carry_before), carry_before.lam
     shapes = [leaf.shape for leaf in pytree.tree_leaves(carry.memory) if isinstance(leaf, Tensor) and leaf.dim()]
     if form(memory) != form(carry.memory) or any(shape[: live.dim()] != Y.shape[: live.dim()] for shape in shapes):
@@ -60,7 +60,7 @@ def merge(
             f"form it has after a step, and the first axes of its tensors must be those of the state, (B, T)"
         )
     if form(lam) != form(carry.lam):
-        # Before the first step there is no decay, and so none that is a matrix.
+        # Before the first step there is no decay, so there is none that is a matrix.
         lam = pytree.tree_map(torch.zeros_like, carry.lam)
     mask = live.reshape(live.shape + (1,) * (4 - live.dim()))
 
@@ -72,7 +72,7 @@ def merge(
 
 
 def _where(mask: Bool[Tensor, "B ..."], new: Any, old: Any, *, like: Tensor) -> Any:
-    """`torch.where` for tensors and numbers; a number that differs becomes one per row of the mask."""
+    """`torch.where` for tensors and numbers; a number that differs becomes one number per row of the mask."""
     if not isinstance(new, Tensor):
         if not isinstance(old, Tensor) and new == old:
             return new

@@ -1,4 +1,4 @@
-"""One call of a loop under a policy: what is remembered from step to step, and forgotten with the call."""
+"""One call of a loop under a policy; what it remembers from step to step is forgotten with the call."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from .transition import Record
 
 Live = Tensor | bool
-"""Who takes a step: a mask of sequences (B,) or of tokens (B, T), True for all, False for none."""
+"""The tokens that take a step: a mask over sequences (B,) or tokens (B, T), True for all, False for none."""
 Decode = Callable[[Tensor], Tensor]
-"""From what a loop returns to logits."""
+"""A function from what a loop returns to logits."""
 
 
 class Walk:
-    """One call of a loop under a policy: all that is remembered from step to step."""
+    """One call of a loop under a policy, with everything remembered from step to step."""
 
     def __init__(self, policy: Depth, loop: Loop, e: Tensor, decode: Decode | None):
         self.policy, self.loop, self.decode, self.device, self.batch = policy, loop, decode, e.device, len(e)
@@ -44,7 +44,7 @@ class Walk:
         return self.policy.needs_record
 
     def enter(self, step: int, record: Record | None) -> Live:
-        """Who takes `step`, after what the step before computed; False ends the loop."""
+        """The tokens that take `step`, given the results of the step before; False ends the loop."""
         live = self.policy.live(step, self.total, self.live if self.begun else None, record)
         self.live, self.begun = live.to(self.device) if isinstance(live, Tensor) else live, True
         return self.live
@@ -52,15 +52,15 @@ class Walk:
 
 @final
 class ExitWalk(Walk):
-    """A call under an `Exit`: it keeps who is inside, and what the signal remembers."""
+    """A call under an `Exit`: it tracks which tokens are still inside and what the signal remembers."""
 
     def __init__(self, policy: Exit, loop: Loop, e: Tensor, decode: Decode | None):
         super().__init__(policy, loop, e, decode)
         assert isinstance(policy.signal, Signal)
         if policy.signal.asks in ("logits", "coda") and decode is None:
             raise ValueError(
-                f"the signal {policy.signal.name} looks at predictions, which a loop without a model's head does not "
-                "have; choose residual, change or acceleration, or run it in a LoopedLM"
+                f"the signal {policy.signal.name} looks at predictions, which take a model's head; "
+                "choose residual, change or acceleration, or run it in a LoopedLM"
             )
         self.exit, self.signal, self.memory = policy, policy.signal, None
         self.gathers = policy.mode == "compact"
@@ -106,7 +106,7 @@ class ExitWalk(Walk):
 
 @final
 class _Someone:
-    """Whether anybody is still inside, asked in a way for which no step waits."""
+    """Whether any token is still inside, asked without making a step wait for the device."""
 
     def __init__(self, device: torch.device):
         self.lags = device.type == "cuda"
@@ -114,10 +114,10 @@ class _Someone:
         self.arrived: Any = None
 
     def among(self, inside: Bool[Tensor, "B T"]) -> Live:
-        """The mask, or True where it is of all, or False where it is of none.
+        """The mask, or True if it covers every token, or False if it covers none.
 
-        A CPU knows at once. A GPU is asked, and answers when it has come so far: until then all steps are run, which
-        changes nothing for those who have left.
+        A CPU knows at once. A GPU answers when it gets there; until then steps run for everyone, which changes nothing
+        for tokens that have left.
         """
         if not self.lags:
             count = int(inside.sum())
