@@ -1,4 +1,4 @@
-"""Grouped-query causal attention, full or in a window, across a sequence or inside its documents."""
+"""Grouped-query causal attention, full or windowed, over a whole sequence or within its documents."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def causal_attention(
     starts: Int[Tensor, "batch length"] | None = None,
     rows: Int[Tensor, " batch"] | None = None,
 ) -> Float[Tensor, "batch heads length dim"]:
-    """Causal softmax attention; with a window the cost grows with length * window, with documents by document.
+    """Causal softmax attention; with a window the cost grows with length * window, with documents document by document.
 
     y_i = sum_j softmax_j(q_i . k_j / sqrt(dim)) v_j over all j <= i, of which a window leaves i - window < j, and
     documents leave starts_i <= j (see `document_starts`). With `rows` the queries are those of these sequences alone.
@@ -50,19 +50,19 @@ def causal_attention(
     """
     if window is not None and window < 1:
         raise ValueError(
-            f"window counts the keys a query sees, itself included; got {window}, give at least 1 or None."
+            f"window is the number of keys a query sees, including its own; got {window}, give at least 1 or None."
         )
     if rows is not None:
         k, v, starts = k[rows], v[rows], None if starts is None else starts[rows]
     if q.shape[2] != k.shape[2]:
         raise ValueError(
-            f"got {q.shape[2]} queries and {k.shape[2]} keys: with a cache, attend through a slot of its own."
+            f"got {q.shape[2]} queries and {k.shape[2]} keys: with a cache, attend through the cache's slot."
         )
     if window is not None and window >= q.shape[2]:
         window = None
     if window is None and starts is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    # The kernels of FlexAttention take heads of 16 or more.
+    # The kernels of FlexAttention need head widths of at least 16.
     if q.is_cuda and HAS_TRITON and q.dtype != torch.float64 and q.shape[-1] >= 16:
         return flex_masked_attention(q, k, v, window=window, starts=starts)
     if starts is not None:
@@ -72,7 +72,7 @@ def causal_attention(
 
 
 def document_starts(documents: Int[Tensor, "batch length"]) -> Int[Tensor, "batch length"]:
-    """Where the document of each token begins, for ids that change where another document does.
+    """The start of each token's document, for ids that change where a new document begins.
 
     >>> document_starts(torch.tensor([[7, 7, 3, 3, 3, 4]]))
     tensor([[0, 0, 2, 2, 2, 5]])
@@ -93,10 +93,10 @@ def document_lengths(starts: Int[Tensor, "batch length"]) -> list[int]:
     return [end - start for start, end in itertools.pairwise(ends)]
 
 
-# A compiler would make new code for every set of lengths.
+# A compiler would generate new code for every set of lengths.
 @torch.compiler.disable
 def attention_by_document(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, starts: Tensor) -> Tensor:
-    """Attention inside each document, one after the other: what a mask would hide is not computed."""
+    """Attention within each document, one after another, so that nothing a mask would hide is computed."""
     lengths = document_lengths(starts)
     parts = zip(*(t.transpose(1, 2).flatten(0, 1).split(lengths) for t in (q, k, v)), strict=True)
     y = [causal_attention(*(t.transpose(0, 1).unsqueeze(0) for t in part), window=window) for part in parts]
@@ -104,13 +104,13 @@ def attention_by_document(q: Tensor, k: Tensor, v: Tensor, *, window: int | None
 
 
 def blocked_window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """The first `window` queries are plain causal; the others go in blocks of c, each against window + c keys."""
+    """The first `window` queries are plainly causal; the rest go in blocks of c, each against window + c keys."""
     batch, _, length, _ = q.shape
     first = F.scaled_dot_product_attention(
         q[:, :, :window], k[:, :, :window], v[:, :, :window], is_causal=True, enable_gqa=True
     )
-    # Smaller blocks mask fewer scores away, larger ones suit the kernel; on a CPU this stays within 10% of the best
-    # of 8 to 128 rows for windows of 32 to 512.
+    # Smaller blocks compute fewer scores that the mask discards, larger ones suit the kernel. On a CPU this stays
+    # within 10% of the best of 8 to 128 rows, for windows of 32 to 512.
     block = min(max(window // 4, 32), length - window)
     num_blocks = -(-(length - window) // block)
     padding = num_blocks * block - (length - window)
@@ -129,10 +129,10 @@ def blocked_window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Te
 def flex_masked_attention(
     q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, starts: Tensor | None = None
 ) -> Tensor:
-    """The same through FlexAttention, which has a backward on a GPU only."""
+    """The same through FlexAttention, whose backward pass exists on GPUs only."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    # A compiler traces through caches, so it is given the functions themselves.
+    # A compiler traces through caches, so it gets the functions themselves.
     compiling = torch.compiler.is_compiling()
     attend = flex_attention if compiling else compiled_flex_attention()
     if compiling or starts is not None:
@@ -152,7 +152,7 @@ def compiled_flex_attention() -> Callable:
 
 
 def visible(window: int | None = None, starts: Int[Tensor, "batch length"] | None = None) -> Callable[..., Tensor]:
-    """Which keys a query sees, as a mask function of FlexAttention: masks that are given compose by `and`."""
+    """The keys that a query sees, as a mask function of FlexAttention; several masks compose by `and`."""
     from torch.nn.attention.flex_attention import and_masks
 
     masks: list[Callable[..., Tensor]] = [lambda batch, head, query, key: key <= query]
@@ -169,14 +169,14 @@ def block_mask(length: int, window: int | None, device: torch.device, starts: Te
 
     if starts is None:
         return create_block_mask(visible(window), None, None, length, length, device=device)
-    # Uncompiled, the mask function of a whole batch would fill a tensor of batch * length * length.
+    # Uncompiled, the mask function would fill a tensor of batch * length * length.
     alone = not torch.compiler.is_compiling()
     return create_block_mask(visible(window, starts), len(starts), None, length, length, device=device, _compile=alone)
 
 
 @functools.lru_cache(maxsize=64)
 def cached_block_mask(length: int, window: int | None, device: torch.device) -> BlockMask:
-    # A mask first made under inference_mode could not be saved for a later backward.
+    # A mask first made under inference_mode could not be saved for a later backward pass.
     with torch.inference_mode(False):
         return block_mask(length, window, device)
 
@@ -218,7 +218,8 @@ class Attention(nn.Module):
     ) -> Float[Tensor, "batch length width"]:
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
         if few_without_grad(x):
-            # Each call costs more than its work here, so that queries and keys share one norm and one rotation.
+            # For so little work each call costs more than it computes, so queries and keys share one norm and one
+            # rotation.
             both = self._norm_together(torch.cat([q, k], dim=-2), q.shape[-2])
             q, k = apply_rope(both.transpose(1, 2), *rope).split([q.shape[-2], k.shape[-2]], dim=1)
         else:
@@ -229,7 +230,7 @@ class Attention(nn.Module):
         return self.o(y.transpose(1, 2).flatten(2))
 
     def _norm_together(self, both: Float[Tensor, "batch length heads dim"], heads: int) -> Tensor:
-        """The norms of the first `heads` queries and of the keys after them, where there are norms."""
+        """Normalize the first `heads` heads as queries and the rest as keys, if the model has these norms."""
         if self.q_norm is None or self.k_norm is None:
             return both
         gains = [self.q_norm.gain.expand(heads, -1), self.k_norm.gain.expand(both.shape[-2] - heads, -1)]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Block(nn.Module):
-    """Weights of one layer; it attends through the slot it is given and does not know it is looped.
+    """The weights of one layer. It attends through the slot it is given and does not know that it is looped.
 
     x <- x + attention(norm(x)),  x <- x + feedforward(norm(x)). Tokens that are not `live` reach no routed expert.
     """

@@ -1,4 +1,4 @@
-"""The parts of a model, built from its config, and the seeds of their initial weights."""
+"""Building the parts of a model from its config, and the seeds of its initial weights."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def build_loop(config: ModelConfig, loops: int | None) -> Loop:
     assert loops is not None
     for name in sorted(config.loop.options.keys() & {"name", "width", "steps"}):
         source = {"name": "loop.preset", "width": "model.width", "steps": "model.layout"}[name]
-        raise ValueError(f"{name} is no option of a loop; it comes from {source}")
-    # A norm inside a transition is a norm of the model like any other.
+        raise ValueError(f"{name} is not an option of a loop; it is set by {source}")
+    # A norm inside a transition uses the model's epsilon, like any other norm.
     eps = {"norm_eps": config.norm_eps} if "norm_eps" in options_of(config.loop.preset) else {}
     loop = build_named(config.loop.preset, width=config.width, steps=loops, **eps | config.loop.options)
     loop.set_form("fused" if config.loop.fused else "readable")
@@ -53,7 +53,7 @@ def build_block(config: ModelConfig, layer: LayerSpec, visits: int) -> Block:
 
 
 def seeded(seed: int, name: str, make: Callable[[], Loop]) -> Loop:
-    # torch.manual_seed seeds every device, and each gets its generator back.
+    # torch.manual_seed seeds every device, so the generator of each device is restored.
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
         torch.manual_seed(derive(seed, name))
         return make()
@@ -64,5 +64,5 @@ def draw_seed() -> int:
 
 
 def derive(seed: int, name: str) -> int:
-    """A seed for one named thing."""
+    """The seed for one named parameter or part."""
     return zlib.crc32(f"{seed}/{name}".encode())

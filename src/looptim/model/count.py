@@ -25,12 +25,12 @@ FLOP_PARTS = ("attention", "attention scores", "dense FFN", "routed", "shared", 
 @final
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """What a model costs. FLOPs are per token of a forward pass at `seq_len`, a multiply-add counting two.
+    """What a model costs. FLOPs are per token of a forward pass at `seq_len`; a multiply-add counts as two.
 
-    A sequence is one document, unless `count` was told the documents in it.
+    Each sequence is one document unless `count` was given document lengths.
 
-    Norms, RoPE, activations and the softmax are left out of the backbone, as is usual; a transition, which is mostly
-    elementwise, is counted operation by operation.
+    Norms, RoPE, activations and softmax of the backbone are not counted, as is usual. A transition is mostly
+    elementwise, so it is counted operation by operation.
     """
 
     name: str
@@ -40,12 +40,12 @@ class Count:
     """Unrolled layers."""
     parameters: dict[str, int]
     active: dict[str, int]
-    """Parameters a token meets, each once, however often it is looped over."""
+    """Parameters that a token uses, each counted once however often it is looped over."""
     flops: dict[str, float]
     kv_bytes_per_token: int
-    """Of a bf16 cache with a slot for every unrolled layer, for as long as no window is full."""
+    """Bytes of a bf16 cache with a slot per unrolled layer, as long as no window is full."""
     kv_bytes: int
-    """Of one sequence of `seq_len`, sliding layers keeping their window only."""
+    """Bytes for one sequence of `seq_len`; sliding layers keep only their window."""
 
     def parameter_conventions(self) -> dict[str, int]:
         """The parameter count under every convention in use."""
@@ -75,7 +75,7 @@ class Count:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """All numbers, for JSON."""
         return {
             **dataclasses.asdict(self),
             "parameter_conventions": self.parameter_conventions(),
@@ -90,7 +90,7 @@ class Count:
         return parts + html_table(convention_cells(self), head=CONVENTION_HEAD)
 
     def ratios(self, other: Count) -> dict[str, dict[str, float]]:
-        """This count over another, under each convention by name."""
+        """The ratios of this count to another, by the name of each convention."""
 
         def divide(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
             return {key: value / theirs[key] for key, value in ours.items() if theirs[key]}
@@ -104,14 +104,14 @@ class Count:
 
 
 def component_cells(ours: Count) -> list[list[str]]:
-    """The components as rows of strings: parameters, active ones, FLOPs."""
+    """The components as rows of strings: parameters, active parameters, FLOPs."""
     columns = (ours.parameters, ours.active, ours.flops)
     parts = dict.fromkeys([*ours.parameters, *ours.flops])
     return [[part, *(f"{column[part]:,.0f}" if part in column else "" for column in columns)] for part in parts]
 
 
 def convention_cells(ours: Count, other: Count | None = None) -> list[list[str]]:
-    """The totals under each convention as rows of strings, with their ratios to another model's."""
+    """The totals under each convention as rows of strings, with ratios to another model's if it is given."""
     ratios = ours.ratios(other) if other else None
     conventions = {
         "parameters": ours.parameter_conventions(),
@@ -127,17 +127,18 @@ def convention_cells(ours: Count, other: Count | None = None) -> list[list[str]]
 
 
 def count(config: Config | ModelConfig, *, seq_len: int | None = None, documents: Sequence[int] | None = None) -> Count:
-    """Parameters and FLOPs of a model, without allocating it.
+    """Count parameters and FLOPs of a model without allocating it.
 
-    What attention costs inside documents (`data.mask_attention`) depends on the data: `documents` has the lengths of a
-    fair sample of them, as they lie in sequences. Without it every sequence is one document, which is the most.
+    The cost of attention within documents (`data.mask_attention`) depends on the data: `documents` holds the lengths of
+    a fair sample of documents, as they lie in sequences. Without it every sequence is one document, which is the upper
+    bound.
 
     >>> paper = count(ModelConfig(layout="18"))
     >>> paper.parameter_conventions()["non-vocabulary without norms"]
     4974444544
     """
     if not isinstance(config, (Config, ModelConfig)):
-        raise ValueError(f"count takes a Config or a ModelConfig, got {type(config).__name__}; load_config reads one")
+        raise ValueError(f"count takes a Config or a ModelConfig, got {type(config).__name__}; load_config returns one")
     model_config = config.model if isinstance(config, Config) else config
     if seq_len is None:
         seq_len = config.train.seq_len if isinstance(config, Config) else config.max_length
@@ -167,7 +168,7 @@ def count(config: Config | ModelConfig, *, seq_len: int | None = None, documents
 
 
 def training_flops(config: Config, *, documents: Sequence[int] | None = None) -> float:
-    """A token's in an update of mean depth; the backward is twice the forward of the loops it goes through.
+    """FLOPs per token of an update of mean depth; the backward pass costs twice the loops that it covers.
 
     `documents` is that of `count`: without it, a sequence is one document.
     """
@@ -184,7 +185,7 @@ def training_flops(config: Config, *, documents: Sequence[int] | None = None) ->
 
 
 def _readout_flops(config: ModelConfig, seq_len: int, documents: Sequence[int] | None) -> float:
-    """A token's in one read-out more than the last: coda and head."""
+    """FLOPs per token of one extra read-out: coda and head."""
     segments = Layout.of(config).segments
     last = max((i for i, segment in enumerate(segments) if segment.looped), default=len(segments))
     coda = [layer for segment in segments[last + 1 :] for layer in segment.steps[0]]
@@ -202,7 +203,7 @@ def _parameters(model: LoopedLM) -> dict[str, int]:
 
 
 def _component(name: str) -> str:
-    """The component a parameter belongs to, by its name."""
+    """The component that a parameter belongs to, judged by its name."""
     if name.startswith("loops."):
         return "transition"
     if name.endswith(".gain"):
@@ -222,7 +223,7 @@ def _component(name: str) -> str:
 
 
 def _active(config: ModelConfig, parameters: dict[str, int]) -> dict[str, int]:
-    """Of the routed experts a token meets top_k; everything else it meets whole, a tied head as the embedding."""
+    """The parameters a token uses: top_k routed experts and all else; a tied head counts as embedding."""
     return {**parameters, "routed": parameters["routed"] * config.top_k // config.experts}
 
 
@@ -262,18 +263,18 @@ def mean_keys(documents: Sequence[int], window: int | None) -> float:
 
 
 def transition_flops(loop: Loop) -> int:
-    """FLOPs per token of everything a loop does besides its blocks, start and read-out included."""
+    """FLOPs per token of everything a loop does besides its blocks, including start and read-out."""
     device = next((p.device for p in loop.parameters()), torch.device("meta"))
     e = torch.empty(1, 1, loop.width, device=device)
     with torch.no_grad(), _OperationCounter() as counter:
-        # Who looks at a loop gets the readable form: what is counted is the definition, however it is computed.
+        # An observed loop takes the readable form, so the definition is counted, however the loop is computed.
         loop(e, lambda o: o, observe=lambda transition, record: None)
     return counter.flops
 
 
 @final
 class _OperationCounter(TorchDispatchMode):
-    """Counts every operation: matmuls by torch's formulas, the rest one per element computed or reduced."""
+    """Counts every operation: matmuls by torch's formulas, all others as one per element computed or reduced."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""From tokens to vectors."""
+"""The embedding of tokens, or of pairs of tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def build_embedding(config: ModelConfig) -> nn.Embedding:
-    """The embedding of a model, whose weights are not drawn yet."""
+    """The embedding of a model, with weights yet to be drawn."""
     if config.pairs and config.tied:
         raise ValueError("pairs of tokens have two embeddings and a head one set of weights; set model.tied to false")
     return (PairEmbedding if config.pairs else nn.Embedding)(config.vocab_size, config.width)
@@ -24,7 +24,7 @@ def build_embedding(config: ModelConfig) -> nn.Embedding:
 class PairEmbedding(nn.Embedding):
     """`E[i] + F[j]` for the pair of tokens i and j, which is written as the number `i * vocab_size + j`.
 
-    E and F are the halves of `weight`.
+    E and F are the two halves of `weight`.
 
     >>> import torch
     >>> embedding = PairEmbedding(5, 2)

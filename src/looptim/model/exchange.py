@@ -1,4 +1,4 @@
-"""Where experts live, and how rows come to them: what a mixture of experts must know of other processes."""
+"""The exchange protocol: where experts live, and how rows travel to them and back."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class Trip(Protocol):
-    """The way of rows, sorted by expert, to where their experts live, and back."""
+    """The trip of rows, sorted by expert, to where their experts live, and back."""
 
     @property
     def ends(self) -> Int[Tensor, " experts"]:
-        """Where the rows of each expert that lives here end, among those that came."""
+        """The index after the last row of each expert that lives here, among the rows that arrived."""
         ...
 
     def there(self, rows: Tensor) -> Tensor: ...
@@ -24,11 +24,11 @@ class Trip(Protocol):
 
 
 class Exchange(Protocol):
-    """Which experts live here, and how rows come to those that do not."""
+    """Which experts live here, and how rows travel to the others."""
 
     @property
     def num_experts(self) -> int:
-        """How many there are, here and elsewhere."""
+        """The number of experts, here and elsewhere."""
         ...
 
     def own(self, weight: Tensor) -> Tensor:
@@ -36,13 +36,13 @@ class Exchange(Protocol):
         ...
 
     def trip(self, ends: Int[Tensor, " experts"]) -> Trip:
-        """The trip of this process's rows, sorted by expert, of which those of each of all experts end at `ends`."""
+        """The trip of this process's rows, sorted by expert; the rows of expert i end at `ends[i]`."""
         ...
 
 
 @final
 class Stay(NamedTuple):
-    """The trip of rows whose experts are all here."""
+    """The trip of rows whose experts all live here."""
 
     ends: Tensor
 

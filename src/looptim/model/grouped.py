@@ -1,4 +1,4 @@
-"""Rows times the matrix of their expert: one operator for a whole layer of experts, and its derivative."""
+"""Multiplying rows by the matrix of their expert: one operator for a whole layer of experts, and its derivative."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-# An operator of our own around grouped_mm: torch 2.13 traces grouped_mm in bf16 only, so that fp32 neither compiles
-# nor runs on the meta device, it does not count its FLOPs, and it has neither float64 nor unaligned widths.
+# This is our own operator around grouped_mm because torch 2.13 traces grouped_mm in bf16 only, so fp32 neither compiles
+# nor runs on the meta device. It also does not count FLOPs and supports neither float64 nor unaligned widths.
 
 
 def take_rows(x: Tensor, order: Tensor, places: Tensor, top_k: int) -> Tensor:
-    """y[i] = x[order[i] // top_k]: each token's row once for each of its experts, sorted by expert.
+    """y[i] = x[order[i] // top_k]: a copy of each token's row for each of its experts, sorted by expert.
 
     `places` is the inverse of the permutation `order`.
     """
@@ -24,8 +24,8 @@ def take_rows(x: Tensor, order: Tensor, places: Tensor, top_k: int) -> Tensor:
 def sum_rows(y: Tensor, order: Tensor, places: Tensor, top_k: int) -> Tensor:
     """x[n] = sum_j y[places[n top_k + j]], the adjoint of `take_rows`: each token's rows, added in a fixed order.
 
-    The sums go by the inverse permutation, since adding the rows to their tokens would use atomics on a GPU, which
-    add in another order every time.
+    The sums use the inverse permutation, since scatter-adding would use atomics on a GPU, which add in a different
+    order every time.
     """
     x = SumRows.apply(y, order, places, top_k)
     assert isinstance(x, Tensor)
@@ -33,7 +33,7 @@ def sum_rows(y: Tensor, order: Tensor, places: Tensor, top_k: int) -> Tensor:
 
 
 class TakeRows(torch.autograd.Function):
-    """`take_rows`, with `sum_rows` for its derivative."""
+    """`take_rows`, with `sum_rows` as its derivative."""
 
     @staticmethod
     def forward(x: Tensor, order: Tensor, places: Tensor, top_k: int) -> Tensor:
@@ -50,13 +50,13 @@ class TakeRows(torch.autograd.Function):
 
 
 class SumRows(torch.autograd.Function):
-    """`sum_rows`, with `take_rows` for its derivative."""
+    """`sum_rows`, with `take_rows` as its derivative."""
 
     @staticmethod
     def forward(y: Tensor, order: Tensor, places: Tensor, top_k: int) -> Tensor:
         if torch.compiler.is_compiling():
             return y.index_select(0, places).unflatten(0, (-1, top_k)).sum(1)
-        # The same in one pass.
+        # This does the same in one pass.
         return F.embedding_bag(places.view(-1, top_k), y, mode="sum")
 
     @staticmethod
@@ -84,7 +84,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("looptim::grouped_outer", mutates_args=())
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """w[e] = left[a:b].T @ right[a:b], the gradient of `grouped_linear` in its weight."""
+    """w[e] = left[a:b].T @ right[a:b], the gradient of `grouped_linear` with respect to its weight."""
     if waits_for_ends(left):
         return blocked_outer(left, right, ends)
     if fits_grouped_mm(left, right):
@@ -93,26 +93,26 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def fits_grouped_mm(left: Tensor, right: Tensor) -> bool:
-    """Whether grouped_mm takes these operands: no float64, rows of whole 16 bytes."""
+    """Whether grouped_mm accepts these operands: no float64, and rows aligned to 16 bytes."""
     widths = (left.shape[-1], right.shape[-1], right.shape[-2] if right.ndim == 3 else 0)
     aligned = all(width * left.element_size() % 16 == 0 for width in widths)
     return aligned and left.dtype != torch.float64 and left.numel() > 0
 
 
 def waits_for_ends(x: Tensor) -> bool:
-    """Whether every other form would copy `ends` to the host and wait: grouped_mm is one kernel for bf16 from SM90."""
+    """Whether only blocks avoid copying `ends` to the host; from SM90 on, grouped_mm is one kernel for bf16."""
     return x.is_cuda and (x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device) < (9, 0))
 
 
 BLOCK = 64
-"""Rows of one expert that are multiplied at a time where nobody may ask how many it has."""
+"""Rows of one expert to multiply at once if their number must not be read from the device."""
 
 
 def blocks_of(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows sorted by expert, in blocks of one expert each: each row's place, each block's expert, blocks per expert.
+    """Put rows, sorted by expert, into blocks of one expert: rows' places, blocks' experts, blocks per expert.
 
-    There are as many blocks as any choice of experts can need, so that their number is known without looking; those
-    that are left over count for the last expert, and are empty.
+    There are as many blocks as any choice of experts could need, so their number is known without looking. Unused
+    blocks are empty and count for the last expert.
 
     >>> places, experts, numbers = blocks_of(torch.tensor([2, 2, 3]), rows=3)
     >>> places.tolist(), experts.tolist(), numbers.tolist()
@@ -123,7 +123,7 @@ def blocks_of(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     numbers = (ends - starts + BLOCK - 1) // BLOCK
     last = numbers.cumsum(0)
     row = torch.arange(rows, device=ends.device)
-    # Rows behind the last expert's, of tokens that are not live, count for it too.
+    # Rows after the last expert's belong to tokens that are not live; they count for the last expert too.
     owner = torch.searchsorted(ends, row, right=True).clamp(max=len(ends) - 1)
     places = ((last - numbers) * BLOCK - starts)[owner] + row
     block = torch.arange(total, device=ends.device)
@@ -132,19 +132,19 @@ def blocks_of(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def in_blocks(x: Tensor, places: Tensor, blocks: int) -> Tensor:
-    """The rows at their places in blocks, zeros elsewhere."""
+    """The rows at their places in the blocks, with zeros elsewhere."""
     return x.new_zeros(blocks * BLOCK, x.shape[1]).index_copy(0, places, x).unflatten(0, (blocks, BLOCK))
 
 
 def blocked_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """`grouped_linear` that never waits: a batched matmul of blocks with a copy of their expert's matrix."""
+    """`grouped_linear` without waiting: a batched matmul of blocks with copies of their experts' matrices."""
     places, experts, _ = blocks_of(ends, len(x))
     y = in_blocks(x, places, len(experts)) @ weight.index_select(0, experts).mT
     return y.flatten(0, 1).index_select(0, places)
 
 
 def blocked_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """`grouped_outer` that never waits, its blocks added in a fixed order."""
+    """`grouped_outer` without waiting; blocks are added in a fixed order."""
     places, experts, numbers = blocks_of(ends, len(left))
     products = in_blocks(left, places, len(experts)).mT @ in_blocks(right, places, len(experts))
     return torch.segment_reduce(products, "sum", lengths=numbers, unsafe=True)
@@ -171,7 +171,7 @@ def save_inputs(ctx, inputs, output) -> None:
 
 def grouped_linear_backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     x, weight, ends = ctx.saved_tensors
-    # grouped_mm refuses the stride 0 of an expanded gradient.
+    # grouped_mm rejects the stride of 0 of an expanded gradient.
     grad = grad.contiguous()
     return grouped_linear(grad, weight.transpose(1, 2), ends), grouped_outer(grad, x, ends), None
 
@@ -188,7 +188,7 @@ grouped_outer.register_autograd(grouped_outer_backward, setup_context=save_input
 
 @register_flop_formula([torch.ops.looptim.grouped_linear, torch.ops.looptim.grouped_outer])
 def grouped_flops(left_shape, right_shape, *args, **kwargs) -> int:
-    """Each row of the left operand meets one matrix of the right: 2 rows * (in * out) either way."""
+    """Each row of the left operand meets one matrix of the right one: 2 rows * (in * out) in both directions."""
     rows, width = left_shape
     other = right_shape[1]
     return 2 * rows * width * other

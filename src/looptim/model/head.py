@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 IGNORE = -100
-"""Targets that do not count."""
+"""Targets with this value are ignored."""
 
 
 class Head(nn.Linear):
-    """`logits = W h` in fp32 (float64 stays), or their mean cross entropy if targets are given.
+    """`logits = W h` in fp32 (or float64), or their mean cross entropy if targets are given.
 
     >>> head, h, targets = Head(4, vocab_size=8), torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.long)
     >>> head(h).shape, round(head(h, targets).item(), 4)
@@ -45,7 +45,7 @@ class Head(nn.Linear):
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The summed cross entropy of `W h`, its gradients computed in the forward pass, a chunk of tokens at a time.
+    """The summed cross entropy of `W h`; gradients are computed in the forward pass, one chunk of tokens at a time.
 
     For logits `s = W h` and target `y`: `L = logsumexp(s) - s_y`, `dL/ds = softmax(s) - onehot(y)`. The logits of a
     chunk are turned into that derivative in place and used at once for `dL/dh` and `dL/dW`: three matmuls in all, as
@@ -56,7 +56,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, h: Tensor, weight: Tensor, targets: Tensor, chunk: int, grads: bool) -> Tensor:
         dtype = torch.promote_types(h.dtype, torch.float32)
         W = weight.to(dtype)
-        # `needs_input_grad` says what could have a gradient, even where gradients are switched off.
+        # `needs_input_grad` says what could have a gradient, even while gradients are switched off.
         wants_h, wants_W = (grads and needed for needed in ctx.needs_input_grad[:2])
         grad_h = torch.empty_like(h) if wants_h else None
         grad_W = torch.zeros_like(W) if wants_W else None
@@ -65,7 +65,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, start + chunk)
             x, y = h[part].to(dtype), targets[part]
             counts = (y != IGNORE).unsqueeze(-1)
-            # Only ignored targets become token 0: any other wrong target must fail in gather.
+            # Only ignored targets become token 0; any other invalid target must fail in gather.
             y = y.masked_fill(y == IGNORE, 0).unsqueeze(-1)
             s = x @ W.T
             normalizer = s.logsumexp(-1, keepdim=True)
@@ -81,7 +81,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        # The kept gradients are constants: under create_graph their own derivative would be a silent zero.
+        # The saved gradients are constants, so under create_graph their derivative would silently be zero.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("this loss has no second derivative; use F.cross_entropy on the logits of the head")
         grad_h, grad_W = (None if g is None else g * grads[0].to(g.dtype) for g in ctx.saved_tensors)

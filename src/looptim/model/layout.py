@@ -1,4 +1,4 @@
-"""What every layer of a model is, parsed once from a config and read by the model, its count and its adapters."""
+"""The layers of a model, parsed once from its config and read by the model, its count and its adapters."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..config import ModelConfig
 
 
 class AttentionKind(NamedTuple):
-    """What a letter of `pattern` stands for in one config."""
+    """The meaning of a letter of `pattern` for one config."""
 
     name: str
-    """The word of transformers where it has one; the adapter caches other kinds whole and masks them by `window`."""
+    """The word that transformers has for it, if any. Kinds without one are cached in full and masked by `window`."""
     window: int | None
-    """Keys a query sees, itself included; None for all of them."""
+    """The number of keys a query sees, including its own; None for all."""
     rotary_width: int
     theta: float
 
@@ -24,11 +24,11 @@ ATTENTION: dict[str, Callable[[ModelConfig], AttentionKind]] = {
     "S": lambda c: AttentionKind("sliding_attention", c.window, c.sliding_rotary, c.sliding_theta),
     "F": lambda c: AttentionKind("full_attention", None, c.full_rotary, c.full_theta),
 }
-"""The kinds of attention by their letter. A new one is an entry here, and its letter and keys in config/model.py."""
+"""The attention kinds by letter. A new kind is an entry here, plus its letter and keys in config/model.py."""
 
 
 class LayerSpec(NamedTuple):
-    """One unrolled layer: the place of one attention call, and of one entry in the KV cache."""
+    """One unrolled layer: one attention call, and one entry in the KV cache."""
 
     block: int
     """The index of the distinct block whose weights it uses."""
@@ -39,7 +39,7 @@ class LayerSpec(NamedTuple):
 
 
 class SegmentSpec(NamedTuple):
-    """A run of blocks: once, or looped with one row of layers per step."""
+    """A run of blocks: a single pass, or one row of layers per step of a loop."""
 
     looped: bool
     steps: tuple[tuple[LayerSpec, ...], ...]
@@ -48,7 +48,7 @@ class SegmentSpec(NamedTuple):
 @final
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The layers of a model, segment by segment and step by step, in the order they run.
+    """The layers of a model, by segment and step, in the order they run.
 
     >>> layout = Layout.of(ModelConfig.tiny(layout="1-2x3-1", pattern="SF"))
     >>> [layer.block for layer in layout.layers], [layer.attention.name for layer in layout.blocks[:2]]

@@ -28,29 +28,29 @@ if TYPE_CHECKING:
 
 
 class Hidden(NamedTuple):
-    """What the body computes of a sequence."""
+    """What the body computes for a sequence."""
 
     h: Float[Tensor, "B T d"]
-    """The coda's normed output."""
+    """The normalized output of the coda."""
     stats: list[tuple[int, MoEStats]]
-    """(block, stats) of every visit of a MoE layer."""
+    """(block, stats) for every visit of a MoE layer."""
     depth: tuple[Int[Tensor, "B T"], ...]
     """How many steps each token took in each loop."""
     early: tuple[Float[Tensor, "B T d"], ...] = ()
-    """The coda's normed output for what the loop would have returned after the steps in `reads` of the depth."""
+    """The coda's normalized output if the loop had ended after each number of steps in the depth's `reads`."""
 
 
 class Output(NamedTuple):
-    """What a training step needs of a forward."""
+    """What a training step needs from a forward pass."""
 
     loss: Float[Tensor, ""]
     """The supervised loss plus the weighted auxiliary loss."""
     cross_entropy: Float[Tensor, ""]
-    """Of what the model predicts."""
+    """The loss of the predictions alone."""
     supervised: Float[Tensor, ""]
-    """The cross entropy, and the weighted one of earlier read-outs where there are some."""
+    """The cross entropy, plus the weighted one of earlier read-outs if there are any."""
     loads: dict[str, Int[Tensor, "visits experts"]]
-    """Tokens per expert, by the name of the MoE layer, a row per visit: what the router biases are balanced with."""
+    """Tokens per expert, by name of the MoE layer, one row per visit; router biases are balanced with them."""
 
 
 class LoopedBody(nn.Module):
@@ -59,10 +59,10 @@ class LoopedBody(nn.Module):
     def __init__(
         self, config: ModelConfig, *, seed: int | None = None, place: Callable[[Block, int], None] | None = None
     ):
-        """`seed` fixes every initial weight; without it, it is drawn from torch's global generator.
+        """`seed` fixes every initial weight; without it, a seed is drawn from torch's global generator.
 
-        `place` is called with each block and its index as soon as it has its weights, before the next is built. It may
-        move or shard them, for a model that is too large to be anywhere whole.
+        `place` is called with each block and its index as soon as the block has its weights, before the next one is
+        built. It may move or shard the block, for models too large for any single device.
         """
         super().__init__()
         if not isinstance(config, ModelConfig):
@@ -71,7 +71,7 @@ class LoopedBody(nn.Module):
             )
         seed = draw_seed() if seed is None else seed
         self.config = config
-        # Transitions come first, so that a wrong preset or option is found before anything large is allocated.
+        # Transitions are built first, so that a wrong preset or option is found before anything large is allocated.
         self.loops = nn.ModuleList(
             seeded(seed, f"loops.{i}", lambda s=segment: build_loop(config, s.loops))
             for i, segment in enumerate(s for s in config.segments if s.loops is not None)
@@ -92,9 +92,9 @@ class LoopedBody(nn.Module):
         self.checkpointing = False
 
     def _init_weights(self, name: str, part: nn.Module, seed: int) -> None:
-        """Normal weights of `init_std`, each drawn from a generator of its own made of the seed and its name.
+        """Draw normal weights of `init_std`, each from its own generator, seeded by the seed and the weight's name.
 
-        So models that share a part start with the same weights in it, whatever transition or depth they differ in.
+        Models that share a part therefore start with equal weights in it, whatever their transition or depth.
         """
         std = self.config.init_std
         if part is self.embedding and self.config.embedding_std is not None:
@@ -105,7 +105,7 @@ class LoopedBody(nn.Module):
                 nn.init.normal_(parameter, std=std, generator=generator)
 
     def embed(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T d"]:
-        """The tokens' embeddings; a token that is not in the vocabulary or one too many is an error, not a crash."""
+        """Embed tokens; a token outside the vocabulary, or a sequence that is too long, is an error and not a crash."""
         if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.dtype == torch.bool:
             given = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
             raise ValueError(f"tokens must be a tensor of whole numbers, got {given}")
@@ -117,8 +117,8 @@ class LoopedBody(nn.Module):
         return self.embedding(tokens.long())
 
     def check_vocabulary(self, tokens: Int[Tensor, "B T"]) -> None:
-        """A ValueError for a token that is not in the vocabulary."""
-        # On a GPU the check would wait for the device; there torch's own assertion stands.
+        """Raise a ValueError for a token that is not in the vocabulary."""
+        # On a GPU the check would wait for the device; torch's own assertion has to do there.
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and tokens.numel():
             low, high = tokens.aminmax()
             if low < 0 or high >= self.config.vocab_size:
@@ -126,7 +126,7 @@ class LoopedBody(nn.Module):
                 raise ValueError(f"token {bad} is out of range: the vocabulary has {self.config.vocab_size}")
 
     def check_documents(self) -> None:
-        """A ValueError where documents that share a sequence cannot be kept apart."""
+        """Raise a ValueError if documents that share a sequence cannot be kept apart."""
         if self.mixes_tokens:
             raise ValueError(
                 f"{self.config.loop.preset} reads the state of the token before, which may be of another document; set "
@@ -135,7 +135,7 @@ class LoopedBody(nn.Module):
 
     @property
     def mixes_tokens(self) -> bool:
-        """Whether a token reads the state of the one before in a transition, not only through attention."""
+        """Whether a token reads the previous token's state in a transition, and not only through attention."""
         return any(getattr(module, "mixes_tokens", False) for module in self.loops.modules())
 
     def hidden(
@@ -150,10 +150,10 @@ class LoopedBody(nn.Module):
         stats: bool = True,
         observe: Callable[[Tensor], None] | None = None,
     ) -> Hidden:
-        """The coda's normed output for embeddings `h`, and what the experts and the loops tell.
+        """The coda's normalized output for embeddings `h`, plus what the experts and loops report.
 
-        A sequence that waits for its first loop is not in the stats: nothing comes of its visit. Where nobody looks
-        at them, `stats=False` leaves them out.
+        The stats leave out a sequence that waits for its first loop, since its visit has no effect. `stats=False` skips
+        them altogether.
 
         `attend` has one slot per unrolled layer, in order: what a KV cache hangs on. `documents` numbers the document
         of each token: attention then stays inside of it, and positions begin with it. `depth` and `grad_loops` are
@@ -187,7 +187,7 @@ class LoopedBody(nn.Module):
             ]
             if loop is None:
                 h = steps[0](h)
-                # The experts of the coda are balanced by what the model is used for, its last read-out.
+                # The coda's experts are balanced for the read-out that the model is used with, the last one.
                 early = [self._run(each, visits=rows[0], told=None, observe=None, held=None) for each in early]
             else:
                 h, state = loop(h, steps, depth=walk, grad_steps=grad_loops, return_state=True)
@@ -203,7 +203,7 @@ class LoopedBody(nn.Module):
         return Hidden(self.norm(h), told, tuple(depths), tuple(map(self.norm, early)))
 
     def reader(self) -> Callable[[Tensor], Tensor] | None:
-        """From what a loop returns to logits, for a model with a head."""
+        """The function from what a loop returns to logits, for a model with a head."""
         return None
 
     def _with_depth(self, depth: Depth | None, batch: int) -> ModelConfig:
@@ -213,7 +213,7 @@ class LoopedBody(nn.Module):
         if not self.loops:
             raise ValueError(f"layout {self.config.layout!r} has no looped segment, so {depth} cannot be run")
         counts = {depth.count_steps(cast(Loop, loop), batch) for loop in self.loops}
-        # An exit leaves each loop its own number; a compiler cannot follow the copy of a config.
+        # An exit keeps each loop's own number of steps; a compiler cannot follow copying a config.
         own = counts == {segment.loops for segment in self.config.segments if segment.loops is not None}
         return self.config if own else self.config.with_loops(max(counts))
 
@@ -226,15 +226,15 @@ class LoopedBody(nn.Module):
         observe: Callable[[Tensor], None] | None,
         held: HeldKeys | None,
     ) -> Tensor:
-        """Some unrolled layers after each other; what their MoE layers tell goes into `told`, where it is wanted."""
-        # Recomputation is block by block: only the inputs of blocks are kept, and one block at a time is run again.
+        """Run some unrolled layers in order; what their MoE layers report is appended to `told` if it is given."""
+        # Recomputation is per block: only the blocks' inputs are kept, and blocks are run again one at a time.
         recompute = self.checkpointing and torch.is_grad_enabled()
         for visit in visits:
             block = cast(Block, self.blocks[visit.block])
             slot, rope, live = (visit.attend, visit.rope, None) if held is None else held.enter(visit)
             arguments = (h, slot, rope, visit.number, told is not None, live)
             h, seen = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
-            # A visit is counted and observed here, outside of what is recomputed, so that it counts once.
+            # A visit is counted and observed here, outside the recomputed function, so that it counts once.
             if seen is not None and told is not None:
                 told.append((visit.block, seen))
             if observe is not None:
@@ -242,7 +242,7 @@ class LoopedBody(nn.Module):
         return h
 
     def compile_blocks(self, **options) -> None:
-        """Compile the blocks, and of transitions what runs fused, not the loop: each once for all its visits."""
+        """Compile the blocks and the fused parts of transitions, each once for all visits, but not the loop."""
         for block in self.blocks:
             block.compile(**options)
         for loop in cast("list[Loop]", list(self.loops)):
@@ -250,7 +250,7 @@ class LoopedBody(nn.Module):
                 loop.set_form("compiled")
 
     def reverse_loops(self) -> None:
-        """Rebuild the loops' states in the backward instead of keeping them, where the transition allows it."""
+        """Rebuild the loops' states in the backward pass instead of keeping them, where the transition allows it."""
         for loop in cast("list[Loop]", list(self.loops)):
             loop.reverse()
 
@@ -274,11 +274,11 @@ class LoopedLM(LoopedBody):
             self.head.weight = cast(nn.Parameter, self.embedding.weight)
 
     def forward(self, tokens: Int[Tensor, "B T"], *, depth: Depth | None = None) -> Float[Tensor, "B T vocab"]:
-        """Logits in fp32. `depth` runs the loops another number of times than the layout says."""
+        """Logits in fp32. `depth` may run the loops another number of times than the layout says."""
         return self.head(self.hidden(self.embed(tokens), depth=depth, stats=False).h)
 
     def reader(self) -> Callable[[Tensor], Tensor]:
-        """From what a loop returns to logits, through norm and head; the coda is left out."""
+        """The function from what a loop returns to logits, through norm and head; the coda is left out."""
         return lambda h: self.head(self.norm(h))
 
     def loss(
@@ -291,9 +291,9 @@ class LoopedLM(LoopedBody):
         grad_loops: int | None = None,
         early_weight: float = 1.0,
     ) -> Output:
-        """Mean cross entropy of the targets (-100 is ignored), and what balances the experts.
+        """Mean cross entropy of the targets (-100 is ignored), and the loads that balance the experts.
 
-        `documents` is that of `hidden`; the auxiliary loss is of whole rows, whatever documents are in them. Where the
+        `documents` is as in `hidden`; the auxiliary loss is over whole rows, whatever documents they contain. If the
         depth has `reads`, the mean loss of these earlier read-outs is added, times `early_weight`.
         """
         h = self.embed(tokens)
@@ -315,7 +315,7 @@ class LoopedLM(LoopedBody):
 
 
 def _of_the_live(stats: list[tuple[int, MoEStats]], live: Tensor | bool) -> list[tuple[int, MoEStats]]:
-    """What the MoE layers tell of the sequences that took the step; single tokens they have left out themselves."""
+    """What MoE layers report about the sequences that took the step; they leave out single tokens themselves."""
     if not isinstance(live, Tensor):
         return stats
     live = live if live.dim() == 1 else live.any(1)
@@ -327,6 +327,6 @@ def _of_the_live(stats: list[tuple[int, MoEStats]], live: Tensor | bool) -> list
 
 
 def auxiliary_loss(stats: Sequence[tuple[int, MoEStats]]) -> Tensor | None:
-    """The mean over visits of the mean over their sequences, without its coefficient; None without a MoE layer."""
+    """The mean over visits of the mean over sequences, without its coefficient; None without a MoE layer."""
     means = [seen.aux_loss.mean() for _, seen in stats if len(seen.aux_loss)]
     return torch.stack(means).mean() if means else None

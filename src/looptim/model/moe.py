@@ -1,4 +1,4 @@
-"""Mixture of experts: sigmoid router, grouped matmul, a shared expert, balance without an auxiliary loss."""
+"""Mixture of experts: sigmoid router, grouped matmul, a shared expert, and balancing without an auxiliary loss."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 INIT_STD = 0.006
 
 FEW_PAIRS = 32
-"""Pairs of a token and an expert up to which decoding does not sort them."""
+"""Up to this many pairs of token and expert, decoding does not sort them by expert."""
 CACHED_NUMEL = 2**20
-"""Elements of experts' matrices up to which a copy of them stays in the cache, and costs less than sorting."""
+"""Up to this many elements, a copy of experts' matrices fits the cache and costs less than sorting."""
 
 
 class Routing(NamedTuple):
-    """Which experts each token goes to, with what weight, and every expert's score."""
+    """The experts of each token, their weights, and the scores of all experts."""
 
     indices: Int[Tensor, "tokens top_k"]
     weights: Float[Tensor, "tokens top_k"]
@@ -33,7 +33,7 @@ class Routing(NamedTuple):
 
 
 class MoEStats(NamedTuple):
-    """Tokens per expert, and the auxiliary loss before its coefficient: of each sequence in this call."""
+    """Tokens per expert, and the auxiliary loss without its coefficient, both per sequence."""
 
     load: Int[Tensor, "batch experts"]
     aux_loss: Float[Tensor, " batch"]
@@ -56,7 +56,7 @@ class SwiGLU(nn.Module):
 
 
 class Router(nn.Module):
-    """Sigmoid router in fp32 or wider: the bias chooses the experts, the unbiased scores weigh them.
+    """Sigmoid router in fp32 or wider; the biased scores choose the experts, the unbiased ones weigh them.
 
     s = sigmoid(W x),  K = top-k of s + bias,  weights_i = scaling * s_i / sum_{j in K} s_j for i in K.
 
@@ -78,7 +78,7 @@ class Router(nn.Module):
             scores = F.linear(x.to(dtype), self.weight.to(dtype)).sigmoid()
         indices = (scores.detach() + bias).topk(self.top_k, dim=-1, sorted=False).indices
         chosen = scores.gather(-1, indices)
-        # The floor acts only where every chosen sigmoid underflows, and then avoids 0 / 0.
+        # The floor only matters if every chosen sigmoid underflows, where it avoids 0 / 0.
         weights = self.scaling * chosen / chosen.sum(-1, keepdim=True).clamp_min(1e-20)
         return Routing(indices, weights, scores)
 
@@ -88,8 +88,8 @@ class Experts(nn.Module):
 
     y_n = sum_{i in K_n} weights_{n,i} down_i(silu(gate_i x_n) * up_i x_n).
 
-    gate, up and down stay separate parameters so that Muon orthogonalizes each expert's matrices one by one. Where
-    experts live on several processes, `exchange` brings the rows there and back.
+    gate, up and down stay separate parameters so that Muon orthogonalizes each expert's matrices separately. If experts
+    live on several processes, `exchange` carries the rows there and back.
     """
 
     def __init__(self, width: int, *, experts: int, hidden: int) -> None:
@@ -105,17 +105,17 @@ class Experts(nn.Module):
     def forward(
         self, x: Float[Tensor, "tokens width"], routing: Routing, live: Bool[Tensor, " tokens"] | None = None
     ) -> Float[Tensor, "tokens width"]:
-        """The sum over experts; tokens that are not `live` meet none, and nothing may be made of what they get."""
+        """The sum over experts. Tokens that are not `live` meet none, and their results must not be used."""
         dtype = autocast_dtype(x)
         x, weights = x.to(dtype), (self.gate, self.up, self.down)
         if self.exchange is not None:
-            # Tokens that are not live travel with the others: what they cost is less than to ask how many there are.
+            # Tokens that are not live travel with the others, since that costs less than asking how many there are.
             own = (self.exchange.own(weight).to(dtype) for weight in weights)
             return experts_by_group(x, routing, *own, exchange=self.exchange)
         weights = tuple(weight.to(dtype) for weight in weights)
         if live is None:
             return experts_form(routing, weights)(x, routing, *weights)
-        # How many are live is what a compiler cannot trace and a GPU would have to be waited for.
+        # The number of live tokens is something a compiler cannot trace and a GPU would have to be waited for.
         if x.device.type != "cpu" or torch.compiler.is_compiling():
             return experts_by_group(x, routing, *weights, live=live)
         rows = live.nonzero().flatten()
@@ -127,11 +127,11 @@ class Experts(nn.Module):
 
 
 def experts_form(routing: Routing, weights: tuple[Tensor, ...]) -> Callable[..., Tensor]:
-    """How to run the experts of these tokens: sorted into groups, or the few of decoding without sorting."""
+    """How to run the experts of these tokens: sorted into groups or, for the few tokens of decoding, unsorted."""
     pairs = routing.indices.numel()
     if pairs > FEW_PAIRS or torch.is_grad_enabled():
         return experts_by_group
-    # A list of numbers is what a compiler cannot trace and a GPU would have to be waited for.
+    # A compiler cannot trace a list of numbers, and a GPU would have to be waited for.
     if routing.indices.device.type == "cpu" and not torch.compiler.is_compiling():
         return experts_one_by_one
     copied = pairs * sum(weight[0].numel() for weight in weights)
@@ -148,11 +148,11 @@ def experts_by_group(
     live: Tensor | None = None,
     exchange: Exchange | None = None,
 ) -> Tensor:
-    """The tokens sorted by expert, so that each expert's matrix meets all of its tokens at once, where it lives."""
+    """Sort tokens by expert, so that each expert's matrix meets all of its tokens at once, where the expert lives."""
     top_k = routing.indices.shape[1]
-    # An expert that does not exist sorts behind all others, and its rows are not multiplied.
+    # An expert index past the end sorts after all others, and its rows are not multiplied.
     chosen = routing.indices if live is None else routing.indices.masked_fill(~live.unsqueeze(-1), len(gate))
-    # Many short keys sort 3x faster on a CPU.
+    # Short keys sort 3x faster on a CPU when there are many.
     experts, order = chosen.flatten().to(torch.int16).sort(stable=True)
     num_experts = len(gate) if exchange is None else exchange.num_experts
     ids = torch.arange(num_experts, device=x.device, dtype=torch.int16)
@@ -162,18 +162,18 @@ def experts_by_group(
     gone = None if live is None else (experts == len(gate)).unsqueeze(-1)
 
     def clean(rows: Tensor) -> Tensor:
-        # Rows that are not multiplied are not written either, forward or backward.
+        # Rows that are not multiplied are never written either, forward or backward.
         return rows if gone is None else rows.masked_fill(gone, 0)
 
     rows = trip.there(clean(take_rows(x, order, places, top_k)))
     hidden = F.silu(clean(grouped_linear(rows, gate, trip.ends))) * clean(grouped_linear(rows, up, trip.ends))
-    # Weighing the hidden rows equals weighing the outputs, and they are narrower.
+    # Weighing the hidden rows equals weighing the outputs, and hidden rows are narrower.
     hidden = hidden * trip.there(routing.weights.flatten().index_select(0, order).unsqueeze(-1).to(x.dtype))
     return sum_rows(trip.back(clean(grouped_linear(hidden, down, trip.ends))), order, places, top_k)
 
 
 def experts_one_by_one(x: Tensor, routing: Routing, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """The same with a product of matrix and vector for each pair: no matrix is copied."""
+    """The same with one matrix-vector product per pair; no matrix is copied."""
     chosen = routing.indices.tolist()
     pairs = [(row, expert) for row, experts in zip(x.unbind(), chosen, strict=True) for expert in experts]
     gates, ups = (torch.stack([weight[expert].mv(row) for row, expert in pairs]) for weight in (gate, up))
@@ -183,7 +183,7 @@ def experts_one_by_one(x: Tensor, routing: Routing, gate: Tensor, up: Tensor, do
 
 
 def experts_by_index(x: Tensor, routing: Routing, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """The same with a copy of its experts' matrices for every token: nothing waits for the choice of experts."""
+    """The same with a copy of its experts' matrices per token, so that nothing waits for the routing."""
     tokens, top_k = routing.indices.shape
     chosen = routing.indices.flatten()
     columns = x.unsqueeze(1).expand(-1, top_k, -1).reshape(tokens * top_k, -1, 1)
@@ -232,7 +232,7 @@ class MoE(nn.Module):
         stats: bool = True,
         live: Bool[Tensor, "batch length"] | None = None,
     ) -> tuple[Float[Tensor, "batch length width"], MoEStats | None]:
-        """The output and the stats; tokens that are not `live` meet no routed expert, and are counted nowhere."""
+        """The output and the stats; tokens that are not `live` meet no routed expert and are not counted."""
         batch, length, _ = x.shape
         flat = x.flatten(0, 1)
         routing = self.router(flat, visit_row(self.bias, visit))
@@ -241,12 +241,13 @@ class MoE(nn.Module):
             return y, None
         counts = expert_counts(routing.indices.view(batch, length, -1), self.router.num_experts, live)
         aux_loss = sequence_balance_loss(routing.scores.view(batch, length, -1), counts, live)
-        # The loads are returned, not accumulated: activation checkpointing runs this call twice and must count it once.
+        # Loads are returned, not accumulated, because activation checkpointing runs this call twice and must count it
+        # once.
         return y, MoEStats(counts, aux_loss)
 
 
 def visit_row(bias: Float[Tensor, "visits experts"], visit: int | Tensor) -> Float[Tensor, " experts"]:
-    """The row of this visit; given as a 0-d tensor, the visit is data and compiled code serves them all."""
+    """The bias row of this visit. As a 0-d tensor the visit is data, so compiled code serves all visits."""
     last = bias.shape[0] - 1
     if last == 0:
         return bias[0]
@@ -258,7 +259,7 @@ def visit_row(bias: Float[Tensor, "visits experts"], visit: int | Tensor) -> Flo
 def expert_counts(
     indices: Int[Tensor, "batch length top_k"], num_experts: int, live: Bool[Tensor, "batch length"] | None = None
 ) -> Int[Tensor, "batch experts"]:
-    """How many slots of each sequence, of its live tokens, chose each expert."""
+    """How many live tokens of each sequence chose each expert."""
     ones = torch.ones_like(indices) if live is None else live.unsqueeze(-1).expand_as(indices).to(indices.dtype)
     return indices.new_zeros(indices.shape[0], num_experts).scatter_add(1, indices.flatten(1), ones.flatten(1))
 
@@ -268,7 +269,7 @@ def sequence_balance_loss(
     counts: Int[Tensor, "batch experts"],
     live: Bool[Tensor, "batch length"] | None = None,
 ) -> Float[Tensor, " batch"]:
-    """The balance loss of each sequence, of its live tokens, without its coefficient; 1 when balanced.
+    """The balance loss of each sequence over its live tokens, without its coefficient; 1 if balanced.
 
     L = sum_i f_i P_i,  f_i = E count_i / (k T),  P_i = mean_t s_{t,i} / sum_j s_{t,j}.
 
@@ -289,12 +290,12 @@ def sequence_balance_loss(
 def balance_update(
     bias: Float[Tensor, "visits experts"], load: Int[Tensor, "*visits experts"], rate: float = 5e-3
 ) -> Float[Tensor, "visits experts"]:
-    """One step of balancing by bias, over the loads of the global batch: bias + rate * sign(mean(load) - load).
+    """One step of balancing by bias, given the loads of the global batch: bias + rate * sign(mean(load) - load).
 
     Reference: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024.
 
     >>> balance_update(torch.zeros(1, 3), torch.tensor([9, 3, 0]), rate=0.5)
     tensor([[-0.5000,  0.5000,  0.5000]])
     """
-    # Both sides are scaled by the number of experts, so that the comparison with the mean is exact in integers.
+    # Both sides are multiplied by the number of experts, so the comparison with the mean is exact in integers.
     return bias + rate * torch.sign(load.sum(-1, keepdim=True) - load.shape[-1] * load)

@@ -57,7 +57,7 @@ def apply_rope(
 
 
 def rotate_by_formula(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The definition; a compiler makes one kernel of it."""
+    """The definition; a compiler turns it into one kernel."""
     half = cos.shape[-1]
     dtype = torch.promote_types(x.dtype, torch.float32)
     first, second, rest = (part.to(dtype) for part in x.split([half, half, x.shape[-1] - 2 * half], dim=-1))
@@ -66,7 +66,7 @@ def rotate_by_formula(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Rotation(torch.autograd.Function):
-    """The same rotation for eager mode: no concatenation, and the backward is the rotation by -angle."""
+    """The same rotation for eager mode, without concatenation; its backward pass is the rotation by -angle."""
 
     @staticmethod
     def forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Visits of blocks in a running forward, and what stands for a token at the visits it skips."""
+"""Visits of blocks during a forward pass, and what replaces a token at the visits it skips."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Visit(NamedTuple):
-    """One unrolled layer of a running forward: which block, through which slot, at which positions."""
+    """One unrolled layer of a forward pass: its block, its slot, and its positions."""
 
     block: int
     attend: Attend
@@ -30,7 +30,7 @@ class Visit(NamedTuple):
 
 @final
 class HeldSlot:
-    """A slot at which tokens that have left the loop stand with the keys and values they had.
+    """A slot in which tokens that have left the loop keep the keys and values of their last visit.
 
     k_{l,i} = k_{tau_i,i} and v_{l,i} = v_{tau_i,i} for the visits l > tau_i that token i skips.
     """
@@ -51,14 +51,14 @@ class HeldSlot:
         if isinstance(self.live, Tensor) and self.before is not None:
             inside = self.live[:, None, :, None]
             k, v = torch.where(inside, k, self.before[0]), torch.where(inside, v, self.before[1])
-        # Recomputation comes here again, long after the next visit has taken what was kept.
+        # Recomputation returns here long after the next visit has replaced what was kept.
         self.kept = (k, v)
         return self.attend(q, k, v) if self.rows is None else self.attend(q, k, v, rows=self.rows)
 
 
 @final
 class HeldKeys:
-    """The keys and values of the last visit of each block, in one call of a loop that tokens leave."""
+    """The keys and values of the last visit of each block, in one call of a loop that tokens may leave."""
 
     def __init__(self, walk: Walk):
         self.walk = walk
@@ -86,7 +86,7 @@ class HeldKeys:
         return slot
 
     def skip(self, visits: Iterable[Visit]) -> None:
-        """Give slots of a cache that no token comes to what they keep."""
+        """Store the kept keys and values in the slots of a cache that no token visits."""
         for visit in visits:
             kept = self.last[visit.block].kept
             assert kept is not None
