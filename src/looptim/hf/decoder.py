@@ -183,7 +183,7 @@ def build_loop(config: LoopedDecoderConfig, loops: int, width: int) -> Loop:
     """A loop of a decoder, for this width."""
     preset, options = config.loop["preset"], config.loop["options"]
     for name in sorted(options.keys() & {"name", "width", "steps"}):
-        raise ValueError(f"{name} is no option of a loop; it comes from the layout and from the model")
+        raise ValueError(f"{name} is not an option of a loop; it is set by the layout and from the model")
     # A norm inside a transition is a norm of the model like any other.
     known = "norm_eps" in options_of(preset) and hasattr(config, "rms_norm_eps")
     eps = {"norm_eps": config.rms_norm_eps} if known else {}
