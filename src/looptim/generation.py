@@ -32,12 +32,12 @@ def generate(
 ) -> str:
     """The continuation of a prompt; temperature 0 is greedy. `stream` is given the text piece by piece as it comes.
 
-    It has at most `max_new_tokens`, which must fit the model's maximum length; by default 200, or what fits.
-    `depth` says how deep each token goes; where tokens may leave, `on_depth` is given the number of loops behind each
+    It has at most `max_new_tokens`, which must fit the model's maximum length; the default is 200, or what fits.
+    `depth` says how deep each token goes. If tokens may leave, `on_depth` is called with the number of loops behind each
     new token.
     """
     if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be a number that is not negative, got {temperature}; 0 is greedy")
+        raise ValueError(f"temperature must be a number of at least 0, got {temperature}; 0 is greedy")
     if top_p is not None and not 0 <= top_p <= 1:
         raise ValueError(f"top_p must lie between 0 and 1, got {top_p}")
     ids = tokenizer.encode(prompt) or [tokenizer.eos]
@@ -66,7 +66,7 @@ def generate(
             # Logits divided by a smaller temperature would overflow.
             **(sampling if temperature > 1e-6 else {"do_sample": False}),
         )
-    # The answer is decoded with its prompt: alone, some tokenizers would drop the space before its first word.
+    # The answer is decoded together with its prompt; alone, some tokenizers drop the space before its first word.
     return tokenizer.decode(out[0].tolist())[len(tokenizer.decode(ids)) :]
 
 
@@ -83,14 +83,14 @@ def complete(
 ) -> list[str]:
     """Greedy continuations of many prompts, up to `stop`, left-padded in batches through the KV cache."""
     with _wrapped(model, loops, depth) as wrapped:
-        # A token shift does not allow padding on the left, so its prompts go one by one.
+        # A token shift does not allow padding on the left, so its prompts run one by one.
         return _complete(wrapped, tokenizer, prompts, max_new_tokens, stop, 1 if wrapped.model.shifted else batch_size)
 
 
 def _complete(
     wrapped: Any, tokenizer: Tokenizer, prompts: Sequence[str], max_new_tokens: int, stop: str, batch_size: int
 ) -> list[str]:
-    # Only a stop of one token can end generation: the last token of a longer one may come without the rest.
+    # Only a stop of one token can end generation; the last token of a longer one may appear without the others.
     last = tokenizer.encode(stop)
     ends = {tokenizer.eos, *(last if len(last) == 1 else [])}
     answers: list[str] = []
@@ -123,11 +123,11 @@ def _room(model: LoopedLM, length: int) -> int:
 
 @contextmanager
 def _seeded(seed: int | None) -> Iterator[None]:
-    """Draw from `seed`, and leave the global generators as they were, for whoever trains meanwhile."""
+    """Draw from `seed`, and restore the global generators afterwards for a training that may be running."""
     if seed is None:
         yield
         return
-    # torch.manual_seed seeds every device, so each is forked.
+    # torch.manual_seed seeds every device, so each generator is forked.
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
         torch.manual_seed(seed)
         yield
@@ -135,14 +135,14 @@ def _seeded(seed: int | None) -> Iterator[None]:
 
 @contextmanager
 def _wrapped(model: LoopedLM, loops: int | None, depth: Depth | None) -> Iterator[Any]:
-    """The model under transformers and in eval mode, which it leaves as it was."""
+    """The model as transformers sees it, in eval mode; its mode is restored afterwards."""
     if loops is not None and depth is not None:
-        raise ValueError(f"loops ({loops}) and depth ({depth}) both say how deep to go; give one")
+        raise ValueError(f"loops ({loops}) and depth ({depth}) both say how deep to go; give only one")
     if model.config.pairs:
-        raise ValueError("this model reads two tokens at a time and writes one; it cannot go on from a text")
+        raise ValueError("this model reads two tokens at a time and writes one; it cannot continue a text")
     training = model.training
     try:
-        # Its bookkeeping for gradients would take a seventh of the time of a token.
+        # Bookkeeping for gradients would take a seventh of the time per token.
         with torch.inference_mode():
             wrapped = wrap(model.eval(), loops=loops)
             if depth is not None:
@@ -154,7 +154,7 @@ def _wrapped(model: LoopedLM, loops: int | None, depth: Depth | None) -> Iterato
 
 @contextmanager
 def _told(wrapped: Any, on_depth: Callable[[int], None] | None) -> Iterator[None]:
-    """While text is made, `on_depth` hears how deep the last token of every forward went."""
+    """While text is generated, call `on_depth` with the depth of the last token of every forward pass."""
     if on_depth is None:
         yield
         return
@@ -169,7 +169,7 @@ def _told(wrapped: Any, on_depth: Callable[[int], None] | None) -> Iterator[None
 
 @final
 class _Streamer:
-    """What transformers hands tokens to; passes text on as soon as it is whole characters."""
+    """The streamer that transformers passes tokens to; it emits text as soon as characters are complete."""
 
     def __init__(self, tokenizer: Tokenizer, emit: Callable[[str], None]):
         self.tokenizer = tokenizer
@@ -178,7 +178,7 @@ class _Streamer:
         self.sent = ""
 
     def put(self, value: Tensor) -> None:
-        # The prompt comes first, and is not sent.
+        # The prompt comes first and is not streamed.
         prompt = not self.ids
         self.ids += value.flatten().tolist()
         text = self.tokenizer.decode(self.ids)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def load(path: str | Path) -> tuple[LoopedLM, Tokenizer]:
-    """The model, in eval mode, and the tokenizer of a run's last checkpoint, or of a folder that `export` wrote."""
+    """The model, in eval mode, and the tokenizer, from a run's last checkpoint or a folder that `export` wrote."""
     path, run = Path(path), RunDir(path)
     if run.latest() is not None:
         return _checked(path, *_load_run(run))
@@ -52,9 +52,9 @@ def _report_change(config: ModelConfig, record: Mapping[str, Any], path: Path) -
 
 
 def _checked(path: Path, model: LoopedLM, tokenizer: Tokenizer) -> tuple[LoopedLM, Tokenizer]:
-    """The two, if the tokenizer can be the one that the model was trained with."""
+    """Return the two if the tokenizer can be the one that the model was trained with."""
     if tokenizer.lacked_end:
-        raise ValueError(f"the tokenizer of {path} has no token that ends a document, as that of a trained model has")
+        raise ValueError(f"the tokenizer of {path} has no token that ends a document, as the model expects")
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"the tokenizer of {path} has {tokenizer.vocab_size} tokens, but the model {model.config.vocab_size}; "
@@ -65,7 +65,7 @@ def _checked(path: Path, model: LoopedLM, tokenizer: Tokenizer) -> tuple[LoopedL
 
 def _load_export(folder: Path) -> tuple[LoopedLM, Tokenizer]:
     if (folder / "adapter_config.json").exists():
-        # Transformers would load the model that it names, wherever that is.
+        # Transformers would load the base model that the adapter names, wherever that is.
         raise ValueError(f"{folder} has an adapter beside its model; merge it, or remove adapter_config.json")
     hf = _hf()
     config = hf.LoopedConfig.from_file(folder / "config.json")
@@ -77,7 +77,7 @@ def _load_export(folder: Path) -> tuple[LoopedLM, Tokenizer]:
     except ValueError:
         raise
     except Exception as error:
-        # Of files that are not as they write them, transformers and safetensors raise whatever comes.
+        # transformers and safetensors raise all kinds of errors for damaged files.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"the model in {folder} cannot be read ({reason}); export it again") from error
     model = wrapped.looped.eval()
@@ -88,7 +88,7 @@ def _load_export(folder: Path) -> tuple[LoopedLM, Tokenizer]:
 
 
 def open_decoder(folder: str | Path) -> PreTrainedModel | None:
-    """The decoder of transformers that `looptim loop` wrote to a folder, in eval mode; None for any other folder."""
+    """The decoder that `looptim loop` wrote to a folder, in eval mode; None for any other folder."""
     config = Path(folder) / "config.json"
     if not config.is_file() or "base_model_type" not in json.loads(config.read_text(encoding="utf-8")):
         return None
@@ -100,7 +100,7 @@ def open_decoder(folder: str | Path) -> PreTrainedModel | None:
 
 
 def wrap(model: LoopedLM, *, loops: int | None = None) -> LoopedForCausalLM:
-    """The model under transformers, sharing its weights; `loops` where its transition allows another number."""
+    """The model as transformers sees it, sharing its weights; `loops` may set another number of loops."""
     return _hf().LoopedForCausalLM.from_looped(model, loops=loops)
 
 
@@ -114,7 +114,7 @@ def _hf():
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Without the bar of transformers, which would run into the text that is streamed, or printed."""
+    """Hide transformers' progress bar, which would run into streamed or printed text."""
     _hf()
     from transformers.utils import logging
 

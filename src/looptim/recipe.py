@@ -1,4 +1,4 @@
-"""From a recipe, a TOML file with a base and overrides, to a config."""
+"""From a recipe, which is a TOML file with a base and overrides, to a config."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from .config import Config
 
 
 def shipped(kind: str) -> dict[str, Path]:
-    """The files that come with the package, `recipes` or `studies`, by name: `nano`, `paper/18/loop3-operloop`."""
+    """The shipped files, `recipes` or `studies`, by name: `nano`, `paper/18/loop3-operloop`."""
     folder = Path(__file__).parent / kind
     return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.toml"))}
 
 
 def summary(path: Path) -> str:
-    """What a shipped file says of itself: the comment it begins with."""
+    """What a shipped file says about itself: its leading comment."""
     lines = path.read_text(encoding="utf-8").splitlines()
     comment = [line.removeprefix("#").strip() for line in itertools.takewhile(lambda line: line.startswith("#"), lines)]
     return " ".join(comment)
 
 
 def find_file(kind: str, name: str | Path) -> Path:
-    """The file of a recipe or a study, given by its path or by the name it is shipped under."""
+    """The file of a recipe or study, given by path or by the name of a shipped one."""
     path, known = Path(name), shipped(kind)
     if path.is_file():
         return path
@@ -47,7 +47,7 @@ def find_file(kind: str, name: str | Path) -> Path:
 def load_config(path: str | Path, set: Iterable[str] = ()) -> Config:
     """A recipe by its name or from a TOML file, with `a.b=c` overrides from `set`.
 
-    A file may have a `base = "other.toml"`, beside it, on top of which it is laid; that may have one too.
+    A file may have a `base = "other.toml"`, relative to the file, which it overrides; a base may have one too.
 
     >>> load_config("nano", set=["loop.preset=vanilla"]).model.layout
     '1-2x3-1'
@@ -59,7 +59,7 @@ def load_config(path: str | Path, set: Iterable[str] = ()) -> Config:
 
 
 def read_config(path: str | Path, set: Iterable[str] = ()) -> Config:
-    """`load_config` with overrides that may themselves stem from a file, as a study's do: no code is allowed by it."""
+    """`load_config` with overrides that may come from a file, as a study's do; it allows no code to run."""
     path = find_file("recipes", path)
     values = _on_top(_with_base(path), _overrides(set))
     try:
@@ -78,7 +78,7 @@ def change(config: Config, set: Iterable[str]) -> Config:
 
 
 def _overrides(set: Iterable[str]) -> dict[str, Any]:
-    """Merged into one, so that options may be set before or after the preset they belong to."""
+    """Merge overrides into one, so that options may be set before or after the preset they belong to."""
     merged: dict[str, Any] = {}
     for text in [set] if isinstance(set, str) else set:
         merged = _merge(merged, _loop_in_model(parse_override(text)))
@@ -114,7 +114,7 @@ def _keys(config: type[BaseModel], prefix: str) -> Iterator[Key]:
 
 
 def values_of(config: Config) -> dict[str, str]:
-    """What a config has for every key, as a recipe would write it."""
+    """The value of every key in a config, as a recipe would write it."""
     return {key.name: value_text(_value(config, key.name)) for key in keys()}
 
 
@@ -126,7 +126,7 @@ def _value(config: Config, name: str) -> Any:
 
 
 def value_text(value: Any) -> str:
-    """A value as a recipe has it; a key that may be left out and has none is empty."""
+    """A value as a recipe writes it; an optional key without a value is empty."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -153,14 +153,14 @@ def _with_base(path: Path, askers: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _loop_in_model(values: dict[str, Any]) -> dict[str, Any]:
-    """In a file the transition has a table of its own; in the config it is a part of the model."""
+    """A file has a separate table for the transition; in the config it is a part of the model."""
     if "loop" not in values:
         return values
     return _merge({k: v for k, v in values.items() if k != "loop"}, {"model": {"loop": values["loop"]}})
 
 
 def _on_top(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` on top of `base`. Options belong to a preset or a source: another starts without them."""
+    """`over` on top of `base`. Options belong to a preset or a source, so another one starts without them."""
     merged = _merge(base, over)
     for path, name in ((("model", "loop"), "preset"), (("data",), "source")):
         before, after, both = (_table(values, path) for values in (base, over, merged))
@@ -179,7 +179,7 @@ def _table(values: Mapping[str, Any], path: tuple[str, ...]) -> Any:
 
 
 def _merge(base: Any, over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` on top of `base`, table by table, in tables of its own."""
+    """`over` on top of `base`, table by table, copying the tables."""
     merged = dict(base) if isinstance(base, Mapping) else {}
     for key, value in over.items():
         merged[key] = _merge(merged.get(key), value) if isinstance(value, Mapping) else value
@@ -187,7 +187,7 @@ def _merge(base: Any, over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """`a.b=c` as nested tables; the value is TOML where it parses, else a string; `a.b=` leaves the key without one."""
+    """`a.b=c` as nested tables; the value is TOML if it parses, else a string. `a.b=` unsets the key."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise ValueError(f"--set {text!r} must have the form key=value, as in --set loop.preset=hyperloop")

@@ -11,7 +11,7 @@ from looptim.data import DataConfig
 GOOD = json.dumps({"text": "some text " * 40}) + "\n"
 
 FILES = {
-    "empty.txt": (b"", "holds no text: all it names is empty; give files"),
+    "empty.txt": (b"", "holds no text, all its files are empty; give files"),
     "empty.jsonl": (b"\n\n", "holds no text"),
     "latin.txt": (("é" * 9).encode("latin-1"), r"latin\.txt is not UTF-8 at byte 0; convert it"),
     "far.txt": (b"a\n" * 700_000 + b"\xff", "is not UTF-8 at byte 1400000; convert it"),
@@ -162,7 +162,7 @@ def test_a_damaged_tokenizer_or_scan_is_named(corpus, cache, open_):
         open_(corpus, tokenizer="bpe")
     [scan] = cache.glob("scans/*.json")
     scan.write_text("{")
-    with pytest.raises(ValueError, match="is not what looptim wrote; delete it"):
+    with pytest.raises(ValueError, match="is damaged; delete it"):
         open_(corpus)
 
 
@@ -174,7 +174,7 @@ def test_a_cache_that_cannot_be_written(tmp_path, corpus, open_):
 
 
 def test_settings_that_mean_nothing_are_errors(corpus, open_):
-    with pytest.raises(ValueError, match=r"data\.options \['digits'\] mean nothing to source"):
+    with pytest.raises(ValueError, match=r"data\.options \['digits'\] are not options of source"):
         open_(corpus, options={"digits": 2})
     with pytest.raises(ValueError, match="must name files; for another split of an hf: source"):
         open_(corpus, valid_source="hf:json")

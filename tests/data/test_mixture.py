@@ -77,7 +77,7 @@ def test_the_fingerprint_tells_shares_apart_but_not_places(mixed, tmp_path):
     ("values", "message"),
     [
         ({"mixture": {"nowhere.bin": 1.0, "stdlib": 1.0}}, "data source 'nowhere.bin' matches no file"),
-        ({"mixture": {"stdlib": 1.0}, "tokenizer": "bpe"}, "a mixture needs a tokenizer that is there"),
+        ({"mixture": {"stdlib": 1.0}, "tokenizer": "bpe"}, "a mixture needs an existing tokenizer"),
         ({"mixture": {"synthetic:addition": 1.0, "stdlib": 1e9}}, "'synthetic:addition' less than one of 4,096"),
         ({"mixture": {}}, "do not go together"),
         ({"mixture": {"stdlib": -1.0}}, "with a weight above 0, got -1.0"),

@@ -82,7 +82,10 @@ def test_an_attribute_with_a_word_of_ours_is_saved_and_loaded(tmp_path):
         ({"num_attention_heads": 3}, "heads .3. must be a multiple of kv_heads"),
         ({"loop": {"preset": "operlop"}}, "did you mean 'operloop'"),
         ({"width": 64}, "width goes by hidden_size"),
-        ({"loop": {"preset": "vanilla", "options": {"steps": 5}}}, "steps is not an option of a loop; it is set by model"),
+        (
+            {"loop": {"preset": "vanilla", "options": {"steps": 5}}},
+            "steps is not an option of a loop; it is set by model",
+        ),
     ],
 )
 def test_a_bad_config_is_one_sentence(change, message):

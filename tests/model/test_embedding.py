@@ -47,5 +47,5 @@ def test_pairs_need_a_head_of_their_own_and_data_that_has_them():
 
 def test_a_model_of_pairs_writes_no_text():
     model = LoopedLM(ModelConfig.tiny(pairs=True, tied=False), seed=0)
-    with pytest.raises(ValueError, match=r"reads two tokens at a time and writes one; it cannot go on from a text"):
+    with pytest.raises(ValueError, match=r"reads two tokens at a time and writes one; it cannot continue a text"):
         lo.generate(model, Tokenizer.bytes(), "a0")

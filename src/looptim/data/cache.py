@@ -1,4 +1,4 @@
-"""The cache folder: what is in it is complete or absent, however a process ends."""
+"""The cache folder; whatever is in it is complete or absent, however a process ends."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from ..base.files import os_errors_as
 
 
 def cache_folder(given: str | None) -> Path:
-    """The folder to cache in, made if need be: the one given, $LOOPTIM_CACHE or ~/.cache/looptim."""
+    """The cache folder, created if necessary: the one given, $LOOPTIM_CACHE or ~/.cache/looptim."""
     folder = Path(given or os.environ.get("LOOPTIM_CACHE") or "~/.cache/looptim").expanduser()
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        # A folder that refuses is found now, not after an hour of tokenizing. The file has no name that could stay.
+        # A folder that cannot be written is found now, not after an hour of tokenizing. The test file never gets a
+        # name.
         with tempfile.TemporaryFile(dir=folder):
             pass
     return folder
 
 
 def digest(value: Any) -> str:
-    """A hash of anything JSON can write."""
+    """A hash of any JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def writing(folder: Path) -> AbstractContextManager[None]:
-    """What the system refuses while the cache is written is one sentence with a way out."""
-    way_out = "make room or access there, or set data.cache or $LOOPTIM_CACHE to another folder"
+    """Turn system errors from writing the cache into one sentence with a way out."""
+    way_out = "free some space or get write access, or set data.cache or $LOOPTIM_CACHE to another folder"
     return os_errors_as(f"the cache {str(folder)!r} cannot be written", way_out)

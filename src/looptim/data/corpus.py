@@ -1,4 +1,4 @@
-"""A corpus: documents of a source, each given to one split, the same on every machine."""
+"""A corpus: the documents of a source, each assigned to one split, the same on every machine."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ Split = Literal["train", "valid"]
 SPLITS: tuple[Split, Split] = ("train", "valid")
 
 _FORMAT = 1
-"""Part of every key of the cache; to be raised when the same text would be cut differently."""
+"""A part of every cache key; raise it when the same text would be cut differently."""
 _BLOCK = 1 << 24
-"""Bytes of a file read at a time."""
+"""Bytes of a file to read at once."""
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Documents and the way they are split.
+    """The documents of a source, and how they are split.
 
     `by` is "document": a document goes to `valid` if the hash of its text falls into the fold's share, so equal
-    documents are on the same side; "tail": the end of every document does, for a corpus of so few documents that the
-    hash leaves a split without any; or "source": validation has a source of its own.
+    documents are on the same side; "tail": the end of every document is held out, for corpora of so few documents that
+    hashing leaves a split empty; or "source": validation has a source of its own.
     """
 
     source: Source
@@ -43,12 +43,12 @@ class Corpus:
     fold: int
     by: Literal["document", "tail", "source"]
     key: str
-    """What the cache knows it by: changes with the text and with its split."""
+    """The corpus's key in the cache, which changes with its text and its split."""
     characters: int | None
-    """None before a stream has been read."""
+    """None until a stream has been read."""
 
     def parts(self) -> Iterator[tuple[Document, Split, Iterable[str]]]:
-        """Every document's part in every split it has one in, in order."""
+        """The part of each document that each split has, in order."""
         for document in self.source.documents():
             if self.by == "tail":
                 yield document, "train", _cut(document, self.fraction, tail=False)
@@ -60,14 +60,14 @@ class Corpus:
                 yield document, "valid", document.pieces()
 
     def part(self, number: int, parts: int) -> Corpus:
-        """One of so many parts, which in their order are the whole; the last has the source of its own, if any."""
+        """One of several consecutive parts of the whole; the last also has the separate validation source, if any."""
         valid_source = self.valid_source if number == parts - 1 else None
         characters = None if self.characters is None else self.characters // parts
         part = self.source.part(number, parts)
         return dataclasses.replace(self, source=part, valid_source=valid_source, characters=characters)
 
     def sample(self, characters: int) -> Iterator[str]:
-        """Pieces of the training split, about so many characters of it in all, spread over the whole of it."""
+        """Pieces of the training split, about this many characters in all, spread evenly over it."""
         rate = 1.0 if self.characters is None else characters / self.characters
         left = characters
         for _, split, pieces in self.parts():
@@ -80,13 +80,13 @@ class Corpus:
 
 
 def held_out(document: Document, fraction: float, fold: int) -> Split:
-    """The split of a document by the hash of its text; the documents held out in different folds are disjoint."""
+    """The split of a document, by the hash of its text; different folds hold out disjoint documents."""
     place = int.from_bytes(document.digest[:8], "big") / 2**64
     return "valid" if fold * fraction <= place < (fold + 1) * fraction else "train"
 
 
 def find_corpus(config: DataConfig, *, cache: Path, progress: bool, crew: Crew = ALONE) -> Corpus:
-    """The corpus a config names; files are read through once, and again only if they changed."""
+    """The corpus that a config names. Files are read through once, and again only if they changed."""
     source, valid_source = find_source(config), find_valid_source(config)
     sources = [source] if valid_source is None else [source, valid_source]
     fraction = config.valid_fraction if valid_source is None else 0.0
@@ -113,12 +113,12 @@ class _Scan:
     content: str
     characters: int
     train: int
-    """Documents the hash gives to each split."""
+    """The number of documents that the hash assigns to each split."""
     valid: int
 
 
 def _scan(source: Source, fraction: float, fold: int, cache: Path, progress: bool, crew: Crew) -> _Scan:
-    """The hash of a source's documents, remembered by what the files look like from outside; all processes read."""
+    """The hash of a source's documents, cached under its files' names, sizes and times; processes share the work."""
     memo = cache / "scans" / f"{digest([_FORMAT, source.signature, fraction, fold])}.json"
     if not crew.gather(memo.is_file())[0]:
         with writing(cache), shared_folder(memo, crew, keep=False) as folder:
@@ -127,7 +127,7 @@ def _scan(source: Source, fraction: float, fold: int, cache: Path, progress: boo
             content = crew.first_does(lambda: hash_files([folder / str(part) for part in range(crew.size)]))
         if not characters:
             raise ValueError(
-                f"data source {source.name!r} holds no text: all it names is empty; give files with text in them"
+                f"data source {source.name!r} holds no text, all its files are empty; give files with text"
             )
         text = json.dumps({"content": content, "characters": characters, "train": train, "valid": valid})
         with writing(cache):
@@ -135,13 +135,13 @@ def _scan(source: Source, fraction: float, fold: int, cache: Path, progress: boo
     try:
         return _Scan(**json.loads(memo.read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{memo} is not what looptim wrote; delete it") from error
+        raise ValueError(f"{memo} is damaged; delete it") from error
 
 
 def _read_part(
     source: Source, fraction: float, fold: int, folder: Path, progress: bool, crew: Crew
 ) -> tuple[int, int, int]:
-    """Note the digests of this process's documents; how many are of each split, and how many characters they have."""
+    """Record the digests of this process's documents; returns the documents per split and their characters."""
     characters, counts = 0, {"train": 0, "valid": 0}
     show = progress and crew.rank == 0
     with (folder / str(crew.rank)).open("wb") as file, Progress(f"reading {source.name}", show=show) as shown:
@@ -154,7 +154,7 @@ def _read_part(
 
 
 def hash_files(paths: Iterable[Path]) -> str:
-    """The SHA-256 of files one after the other."""
+    """The SHA-256 of several files, one after another."""
     content = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
@@ -164,7 +164,7 @@ def hash_files(paths: Iterable[Path]) -> str:
 
 
 def _cut(document: Document, fraction: float, *, tail: bool) -> Iterator[str]:
-    """A document without its last `fraction` of characters, or those; cut at a line's end where one is near."""
+    """A document without its last `fraction` of characters, or that end alone, cut at a line's end if possible."""
     left = document.length - round(document.length * fraction)
     for piece in document.pieces():
         if left >= len(piece):

@@ -1,4 +1,4 @@
-"""Batches as pure functions of (seed, step): nothing is remembered between two calls, so nothing has to be saved."""
+"""Batches as pure functions of (seed, step), so that there is no state to save."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ if TYPE_CHECKING:
 
 
 class Batch(NamedTuple):
-    """Rows of tokens, with what follows each token and which document it is of."""
+    """Rows of tokens, the token after each, and the document each belongs to."""
 
     tokens: Int[torch.Tensor, "rows length"]
     targets: Int[torch.Tensor, "rows length"]
-    """A target without loss is -100."""
+    """A target of -100 has no loss."""
     documents: Int[torch.Tensor, "rows length"]
-    """Ids that change where another document begins; the token that ends a document is of it."""
+    """Ids that change where a new document begins; the token that ends a document belongs to it."""
 
     def to(self, device: torch.device) -> Batch:
         if device.type != "cuda":
             return Batch(*(part.to(device) for part in self))
-        # From pinned memory a GPU takes it when it comes to it, and nobody waits.
+        # From pinned memory a GPU copies asynchronously, so the host does not wait.
         return Batch(*(part.pin_memory().to(device, non_blocking=True) for part in self))
 
     def split(self, rows: int) -> list[Batch]:
-        """The same in batches of so many rows; the last may have fewer."""
+        """The batch in pieces of this many rows; the last one may have fewer."""
         return [Batch(*parts) for parts in zip(*(part.split(rows) for part in self), strict=True)]
 
     def document_lengths(self) -> list[int]:
-        """Tokens of each document, or of the part of it that is in a row: what `count` takes as `documents`."""
+        """The number of tokens of each document within its row, which is what `count` takes as `documents`."""
         return document_lengths(document_starts(self.documents))
 
 
 def text_of(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a fingerprint that tells one text from another.
+    """The part of a fingerprint that distinguishes texts.
 
-    Where it lies does not, nor what follows from the rest and was not always recorded.
+    It leaves out where the text lies, as well as entries that follow from the rest or were not always recorded.
     """
     return {key: value for key, value in fingerprint.items() if key not in ("source", "valid_bytes", "valid_hash")}
 
@@ -57,33 +57,33 @@ class Dataset(abc.ABC):
     seq_len: int
     tokenizer: Tokenizer
     fingerprint: Mapping[str, Any]
-    """What a run records of its data: source, hash of the content, hash of the tokenizer, counts."""
+    """What a run records about its data: source, hash of the content, hash of the tokenizer, counts."""
     task: Task | None = None
-    """The task behind it, if it is synthetic, with the knobs it is drawn with."""
+    """The synthetic task and its options, if the data is a task."""
     knobs: Mapping[str, Any] = {}
 
     @abc.abstractmethod
     def num_tokens(self, split: Split) -> int | None:
-        """Tokens of a split, None where they are drawn without end."""
+        """The number of tokens in a split; None if they are drawn endlessly."""
 
     @abc.abstractmethod
     def num_windows(self, split: Split) -> int | None:
-        """Windows of an epoch, None where they are drawn without end."""
+        """The number of windows in an epoch; None if they are drawn endlessly."""
 
     @abc.abstractmethod
     def windows(self, split: Split, seed: int, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The tokens, targets and documents at these places of the split's endless order."""
+        """Tokens, targets and documents at these positions of the split's endless order."""
 
     def needed_hops(self, tokens: Int[torch.Tensor, "rows length"]) -> Int[torch.Tensor, "rows length"] | None:
-        """How deep one must look for each target, -1 where there is none; None where that is not known."""
+        """How many hops each target needs, -1 if it has none; None if that is unknown."""
         return None
 
     def batch(self, split: Split, *, seed: int, step: int, batch_size: int, rows: slice | None = None) -> Batch:
         """Tokens, targets and documents of a step, each (rows, seq_len) int64.
 
-        `batch_size` is the global batch and `rows` selects a process's part of it: rank r of w takes
-        `slice(r * B // w, (r + 1) * B // w)`, and all of them see together what one sees alone. In training every
-        window comes once an epoch, in an order that `seed` and the epoch determine; validation ignores `seed`.
+        `batch_size` is the global batch, and `rows` selects the part of this process: rank r of w takes `slice(r * B //
+        w, (r + 1) * B // w)`, so all processes together see what a single one would. In training every window comes
+        once per epoch, in an order that depends on `seed` and epoch; validation ignores `seed`.
         """
         _check_split(split)
         if batch_size < 1 or step < 0:
@@ -109,7 +109,7 @@ def _more_windows(split: Split) -> str:
 
 
 class Stream(Protocol):
-    """Tokens of documents one after the other."""
+    """The tokens of documents, one after another."""
 
     def __len__(self) -> int: ...
 
@@ -118,13 +118,13 @@ class Stream(Protocol):
         ...
 
     def document_ends(self, start: int, stop: int) -> np.ndarray | None:
-        """Whether each of these tokens ends a document; None where the end token tells."""
+        """Whether each of these tokens ends a document; None if the end token tells."""
         ...
 
 
 @final
 class PackedDataset(Dataset):
-    """Windows of packed documents; a window's last target is the next one's first token."""
+    """Windows of packed documents; the last target of a window is the first token of the next."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class PackedDataset(Dataset):
 
     def windows(self, split: Split, seed: int, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         size = self.num_windows(split)
-        # Validation repeats one epoch, in an order of which any beginning is a fair sample.
+        # Validation repeats one epoch in a shuffled order, so that any first part of it is a fair sample.
         epochs = samples // size if split == "train" else np.zeros_like(samples)
         places = np.empty_like(samples)
         for epoch in np.unique(epochs):

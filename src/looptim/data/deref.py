@@ -1,4 +1,4 @@
-"""Chained assignments: a task of which every token's right depth is known."""
+"""Chained assignments: a task in which the right depth of every token is known."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from jaxtyping import Int
 
 NAMES = string.ascii_letters + "".join(c for c in string.punctuation if c not in "<>")
-"""Of statements, 82 of them; a problem uses each at most once."""
+"""The 82 names of statements; a problem uses each at most once."""
 VALUES = string.digits
 KNOBS = {"chains": (6, 2, 10), "hops": (6, 2, 41)}
-"""Default, lowest and highest."""
+"""Default, minimum and maximum of each option."""
 FOLDS = 10
-"""Each holds out a tenth of the problems."""
+"""Number of folds; each holds out a tenth of the problems."""
 
 
 @final
@@ -80,7 +80,7 @@ class DerefDataset(Dataset):
                 "train.seq_len or lower a knob in data.options"
             )
         self.seq_len, self.tokenizer, self.vocab_size, self.fold = seq_len, Tokenizer.bytes(), vocab_size, fold
-        # An answer is defined where a statement is whole.
+        # A statement has an answer only once it is complete.
         self._answered = slice(None) if self.pairs else slice(1, None, 2)
         examples = [self.problem(split, 0, index) for split in SPLITS for index in range(16)]
         self.fingerprint = {
@@ -117,7 +117,7 @@ class DerefDataset(Dataset):
     def windows(self, split: Split, seed: int, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         shape = len(samples), self.seq_len
         tokens, targets = np.full(shape, self.tokenizer.eos, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
-        # What fills a window up is a document of its own.
+        # What fills up a window is a document of its own.
         documents = np.full(shape, -1, dtype=np.int64)
         for row, sample in enumerate(samples):
             text, answers = self.problem(split, seed, int(sample))
@@ -153,7 +153,7 @@ def hops_of(text: str) -> list[int]:
 
 
 def shortcut_scores(data: DerefDataset, problems: int = 500) -> dict[str, list[float]]:
-    """What it scores, by hops, to guess among the values seen so far, and to say the latest one.
+    """The scores, by hops, of guessing among the values seen so far and of repeating the latest one.
 
     >>> scores = shortcut_scores(DerefDataset({"chains": 6, "hops": 10}, seq_len=120))
     >>> [round(score, 1) for score in scores["latest value"][:3]]

@@ -1,4 +1,4 @@
-"""Documents out of local files: text, jsonl and parquet, each also compressed. The only importer of pyarrow."""
+"""Documents in local files: text, jsonl and parquet, each optionally compressed. The only importer of pyarrow."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from pathlib import Path
 from typing import IO, Any, final
 
 PIECE = 1 << 20
-"""Bytes of a text file held at a time; files longer than that are tokenized in pieces that end with a line."""
+"""Bytes of a text file held at once; longer files are tokenized in pieces that end at a line."""
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A text that is packed as one: a text file, or a row of jsonl, parquet or a dataset."""
+    """A text that is packed as one unit: a text file, or a row of jsonl, parquet or a dataset."""
 
     digest: bytes
-    """Of the whole text; it decides which split the document belongs to."""
+    """The hash of the whole text, which decides the document's split."""
     length: int
     """In characters."""
     pieces: Callable[[], Iterable[str]]
-    """The text from its start, in pieces that fit in memory."""
+    """The text from its beginning, in pieces that fit in memory."""
 
 
 def row_document(text: Any, *, field: str, where: str) -> Document | None:
-    """The document of one row, None if it is empty."""
+    """The document of a row, or None if it is empty."""
     if text is None or text == "":
         return None
     if not isinstance(text, str):
@@ -49,7 +49,7 @@ def row_document(text: Any, *, field: str, where: str) -> Document | None:
 
 
 def read_documents(path: Path, *, field: str) -> Iterator[Document]:
-    """The documents of one file, by the ending of its name; empty ones are left out."""
+    """The documents of a file, whose type is told by its name; empty ones are left out."""
     kind = Path(path.stem).suffix if _compression(path) else path.suffix
     kind = kind.lower()
     if kind in (".jsonl", ".ndjson"):
@@ -67,7 +67,7 @@ def _text(path: Path) -> Iterator[Document]:
         count += 1
         first = first or piece
     if length:
-        # Most files are one piece, which need not be read again.
+        # Most files are a single piece, which need not be read again.
         pieces = (lambda: [first]) if count == 1 else partial(_pieces, path)
         yield Document(hash.digest(), length, pieces)
 
@@ -122,7 +122,7 @@ def _parquet(path: Path, field: str) -> Iterator[Document]:
     from pyarrow.parquet import ParquetFile
 
     with _reading(path) as file:
-        # Parquet is read from its end, which a compressed stream does not have yet.
+        # Parquet is read from its end, which a compressed stream cannot reach first.
         table = ParquetFile(io.BytesIO(file.read()) if _compression(path) else file)
         names = table.schema_arrow.names
         if field not in names:
@@ -139,7 +139,7 @@ def _parquet(path: Path, field: str) -> Iterator[Document]:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[IO[bytes]]:
-    """The decompressed bytes of a file; whatever goes wrong on the way is said in one sentence."""
+    """The decompressed bytes of a file; any failure becomes one sentence."""
     try:
         with _open(path) as file:
             yield file
@@ -148,7 +148,7 @@ def _reading(path: Path) -> Iterator[IO[bytes]]:
             f"{path} cannot be read ({_reason(error)}); repair it, or leave it out of data.source"
         ) from error
     except ValueError as error:
-        # pyarrow's errors are ValueErrors of its own; ours are worded already.
+        # pyarrow's errors are ValueErrors too, but ours already have the right words.
         if type(error) is ValueError:
             raise
         raise ValueError(
@@ -173,7 +173,7 @@ def _open(path: Path) -> IO[bytes]:
     if compression == ".xz":
         return lzma.open(path)
     if compression == ".zst":
-        # Python has no zstd before 3.14; pyarrow, which parquet needs anyway, has.
+        # Python has no zstd before 3.14, but pyarrow has, and parquet needs it anyway.
         return io.BufferedReader(_pyarrow(path).input_stream(str(path), compression="zstd"))
     return open(path, "rb")
 

@@ -1,4 +1,4 @@
-"""Several sources in given shares, window by window, as a pure function of (seed, step)."""
+"""Several sources in given proportions, window by window, as a pure function of (seed, step)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .dataset import Dataset, text_of
 from .permutation import permute
 
 CYCLE = 1 << 12
-"""Windows in which every source has exactly its share, rounded to one of them."""
+"""Every this many windows, each source has exactly its share, rounded to a window."""
 
 
 def check_mixture(config: DataConfig) -> None:
-    """That a mixture has sources, weights and a tokenizer."""
+    """Check that a mixture has sources, weights and a tokenizer."""
     if (config.source == "mixture") != bool(config.mixture):
         raise ValueError(
             f"data.source {config.source!r} and data.mixture {config.mixture} do not go together: a mixture is "
@@ -29,7 +29,7 @@ def check_mixture(config: DataConfig) -> None:
             raise ValueError(f"data.mixture: {name!r} must be another source, with a weight above 0, got {weight}")
     if config.tokenizer == "bpe":
         raise ValueError(
-            "a mixture needs a tokenizer that is there; set data.tokenizer to bytes, a tokenizer.json or hf:NAME"
+            "a mixture needs an existing tokenizer; set data.tokenizer to bytes, a tokenizer.json or hf:NAME"
         )
 
 
@@ -48,9 +48,9 @@ def quotas(weights: Mapping[str, float]) -> list[int]:
 
 @final
 class MixedDataset(Dataset):
-    """Windows of several datasets. In every `CYCLE` of them each has its share, in an order that the seed determines.
+    """Windows of several datasets. Of every `CYCLE` windows each has its share, in an order that depends on the seed.
 
-    A source goes through all of its windows before any comes again, however many epochs another has gone through.
+    A source goes through all of its windows before any of them comes again, whatever the epochs of the others.
     """
 
     def __init__(self, parts: Mapping[str, Dataset], weights: Mapping[str, float]):
@@ -76,7 +76,7 @@ class MixedDataset(Dataset):
         return None if None in counts else sum(count or 0 for count in counts)
 
     def num_windows(self, split: Split) -> None:
-        """None: an epoch of one source is not that of another."""
+        """None, because sources have epochs of different lengths."""
 
     def windows(self, split: Split, seed: int, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         cycles, places = np.divmod(samples, CYCLE)
@@ -95,7 +95,7 @@ class MixedDataset(Dataset):
         return tokens, targets, documents
 
     def _order(self, seed: int, cycle: int) -> tuple[np.ndarray, np.ndarray]:
-        """Whose each window of a cycle is, and how many of the same source came before it since the beginning."""
+        """The source of each window of a cycle, and how many earlier windows of that source there were."""
         places = permute(np.arange(CYCLE), size=CYCLE, seed=seed, epoch=cycle)
         owners = np.searchsorted(np.cumsum(self.quotas), places, side="right")
         before = np.empty_like(owners)

@@ -1,4 +1,4 @@
-"""A corpus as shards of tokens, written by one process or by many."""
+"""Writing a corpus as token shards, by one process or by many."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .together import Crew
 from .tokenizer import Tokenizer
 
 _TOGETHER = 4 << 20
-"""Characters tokenized at a time."""
+"""Characters to tokenize at once."""
 
 Note = Callable[[bytes], Any]
-"""What is done with bytes as they come: they are hashed, or kept to be hashed in their order later."""
+"""A consumer of bytes: it hashes them, or keeps them to be hashed in order later."""
 
 
 def pack(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: bool) -> None:
-    """Both splits of a corpus as shards, with what is to be known of them in meta.json."""
+    """Write both splits of a corpus as shards, with their metadata in meta.json."""
     content, held_out = hashlib.sha256(), hashlib.sha256()
     writers, valid_bytes = _write(corpus, tokenizer, folder, content.update, held_out.update, progress=progress)
     _finish(corpus, tokenizer, folder, writers, content.hexdigest(), (held_out.hexdigest(), valid_bytes))
 
 
 def pack_together(corpus: Corpus, tokenizer: Tokenizer, folder: Path, crew: Crew, *, progress: bool) -> None:
-    """The same files, to the last bit, by many processes: each tokenizes its part, and the first joins the parts."""
+    """Write the same files, bit for bit, with many processes: each tokenizes its part, and the first joins them."""
 
     def write_part() -> list[int]:
         mine = folder / f"part-{crew.rank}"
@@ -75,7 +75,7 @@ def _open_writers(folder: Path, tokenizer: Tokenizer, stack: contextlib.ExitStac
 def _write(
     corpus: Corpus, tokenizer: Tokenizer, folder: Path, content: Note, held_out: Note, *, progress: bool
 ) -> tuple[dict[Split, ShardWriter], int]:
-    """The shards of a corpus; bytes that are held out."""
+    """Write the shards of a corpus; returns the number of held-out bytes."""
     valid_bytes = 0
     with contextlib.ExitStack() as stack:
         title = f"tokenizing {corpus.source.name}"
@@ -123,7 +123,7 @@ def _finish(
     content: str,
     held_out: tuple[str, int],
 ) -> None:
-    """Write down what was packed; that is the end of it."""
+    """Write the metadata, which completes the packing."""
     _check_packed(corpus, writers)
     meta: dict[str, Any] = {"split_by": corpus.by, "content": content, "tokenizer": tokenizer.hash}
     for split, writer in writers.items():
@@ -133,7 +133,7 @@ def _finish(
 
 
 def _check_packed(corpus: Corpus, writers: dict[Split, ShardWriter]) -> None:
-    """What only a stream can still get wrong: files have been read before."""
+    """Check for errors that only show in a stream; files have been read before."""
     if not writers["train"].tokens and not writers["valid"].tokens:
         raise ValueError(f"data source {corpus.source.name!r} holds no text; check data.split and data.field")
     train, valid = writers["train"].documents, writers["valid"].documents

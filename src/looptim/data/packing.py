@@ -24,15 +24,15 @@ from .tokenizer import Tokenizer
 from .tokens import TokenFile, TokenStream, check_vocabulary, find_tokens, scan_tokens
 
 _SAMPLE = 32 << 20
-"""Characters a tokenizer is trained on at most."""
+"""Characters to train a tokenizer on, at most."""
 
 
 def open_data(
     config: DataConfig, *, vocab_size: int, seq_len: int, progress: bool = True, crew: Crew = ALONE
 ) -> Dataset:
-    """The dataset a config names: tokenized and packed on first use, memory-mapped from the cache afterwards.
+    """The dataset that a config names, tokenized and packed on first use and memory-mapped from the cache later.
 
-    Of a `crew` of processes every one must call it, and each reads and tokenizes its part.
+    With a `crew` of processes, every one of them must call this, and each reads and tokenizes its part.
     """
     if seq_len < 1:
         raise ValueError(f"seq_len {seq_len} must be at least 1")
@@ -51,7 +51,7 @@ def open_data(
     corpus = find_corpus(config, cache=cache, progress=progress, crew=crew)
     tokenizer = given or _trained_tokenizer(corpus, vocab_size, cache, progress=progress, crew=crew)
     folder = cache / "packed" / digest([corpus.key, tokenizer.hash])
-    # One process decides for all: another would see what that one has made since.
+    # One process decides for all, since another might already see files that the first has just made.
     if not crew.gather(folder.is_dir())[0]:
         with writing(cache), shared_folder(folder, crew, keep=True) as aside:
             if crew.size == 1:
@@ -84,7 +84,7 @@ def _open_task(config: DataConfig, *, vocab_size: int, seq_len: int) -> Dataset:
         _check_size(Tokenizer.bytes(), config, vocab_size)
         return DerefDataset(config.options, seq_len=seq_len, vocab_size=vocab_size, fold=config.valid_fold)
     task = find_task(config.source.removeprefix("synthetic:"))
-    # A task has no text to train a BPE on, and its digits must stay apart.
+    # A task has no text to train a BPE on, and its digits must stay separate tokens.
     tokenizer = Tokenizer.bytes() if config.tokenizer == "bpe" else _given_tokenizer(config)
     _check_size(tokenizer, config, vocab_size)
     return SyntheticDataset(
@@ -95,7 +95,7 @@ def _open_task(config: DataConfig, *, vocab_size: int, seq_len: int) -> Dataset:
 def _open_tokens(
     files: list[TokenFile], config: DataConfig, *, vocab_size: int, seq_len: int, progress: bool, crew: Crew
 ) -> PackedDataset:
-    """Tokens as they are, of which the last `valid_fraction` is held out where validation has no files of its own."""
+    """Existing tokens; unless validation has its own files, the last `valid_fraction` is held out."""
     if config.tokenizer == "bpe" or config.valid_fold:
         raise ValueError(
             f"data source {config.source!r} is tokens already: set data.tokenizer to what made them (bytes, a "
@@ -136,7 +136,7 @@ def _given_tokenizer(config: DataConfig) -> Tokenizer:
 
 def _check_size(tokenizer: Tokenizer, config: DataConfig, vocab_size: int) -> None:
     if tokenizer.vocab_size > vocab_size:
-        added = " (one of them the end of a document, which it lacks and gets)" if tokenizer.lacked_end else ""
+        added = " (including an added end-of-document token)" if tokenizer.lacked_end else ""
         raise ValueError(
             f"tokenizer {config.tokenizer!r} has {tokenizer.vocab_size} tokens{added} but "
             f"model.vocab_size is {vocab_size}; "
@@ -166,17 +166,17 @@ def _trained_tokenizer(corpus: Corpus, vocab_size: int, cache: Path, *, progress
     try:
         return Tokenizer.load(path)
     except ValueError as error:
-        raise ValueError(f"the cached tokenizer {path} is damaged; delete its folder and it is made anew") from error
+        raise ValueError(f"the cached tokenizer {path} is damaged; delete its folder to have it made again") from error
 
 
 def _check_unchanged(corpus: Corpus, config: DataConfig) -> None:
-    """The cache must not keep a text under the name of another."""
+    """Refuse to cache a text under the name of another."""
     for before, after in ((corpus.source, find_source), (corpus.valid_source, find_valid_source)):
         if before is not None and before.scannable:
             now = after(config)
             if now is None or now.signature != before.signature:
                 raise ValueError(
-                    f"the files of {before.name!r} changed while they were read; run again when they are still"
+                    f"the files of {before.name!r} changed while they were read; run again once they stay the same"
                 )
 
 
@@ -185,6 +185,6 @@ def _fingerprint(folder: Path, config: DataConfig) -> dict[str, Any]:
         meta = json.loads((folder / "meta.json").read_text())
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{folder / 'meta.json'} is missing or damaged; delete the folder {str(folder)!r} and it is made anew"
+            f"{folder / 'meta.json'} is missing or damaged; delete the folder {str(folder)!r} to have it made again"
         ) from error
     return {"source": config.source, **meta}

@@ -1,4 +1,4 @@
-"""A pseudo-random permutation of any size, computed element by element, so that no order is ever stored."""
+"""A pseudo-random permutation of any size, computed per element, so that no order is ever stored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ROUNDS = 8
 
 
 def permute(index: np.ndarray, *, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Where each `index` of `range(size)` goes in the permutation named by (seed, epoch).
+    """The place of each `index` of `range(size)` in the permutation given by (seed, epoch).
 
     A Feistel network on the pairs Z_a × Z_b, ab ≥ size: each round adds to one half a hash of the other, which is
     undone by subtracting it, so the network is a bijection. Pairs beyond `size` walk on until they are inside.
@@ -40,7 +40,7 @@ def _network(index: np.ndarray, a: int, b: int, keys: np.ndarray) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64; uint64 arrays wrap around, as it wants."""
+    """The finalizer of splitmix64; it relies on uint64 arrays wrapping around."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""Token shards: a header that knows its length, then the tokens, memory-mapped; and the digests of their blocks."""
+"""Token shards: a header with the length, then the tokens, memory-mapped; and digests of their blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FIELDS = struct.Struct("<8sQQQ")
 """Magic, bytes per token, tokens, documents; a CRC-32 of them follows."""
 _HEADER = 64
 _BLOCK = 1 << 14
-"""Bytes of tokens under one SHA-256: few enough to be checked whenever some of them are read."""
+"""Bytes of tokens per SHA-256: few enough to check a block whenever some of it is read."""
 _DIGEST = hashlib.sha256().digest_size
 
 
@@ -40,36 +40,36 @@ class ShardWriter:
         self._file.write(bytes(_HEADER))
 
     def add(self, tokens: Sequence[int] | np.ndarray, *, end: bool) -> None:
-        """Some tokens; `end` says that a document ends with them."""
+        """Append tokens; `end` says that a document ends with them."""
         self._file.write(np.asarray(tokens, dtype=self.dtype).tobytes())
         self.tokens += len(tokens)
         self.documents += end
 
     def close(self) -> None:
-        """Writes the header and the digests. What is on the disk is still to be synced."""
+        """Write the header and the digests. Nothing is synced to disk yet."""
         self._file.seek(0)
         self._file.write(_header(self.dtype.itemsize, self.tokens, self.documents))
         self._file.close()
         _digests_file(self.path).write_bytes(_digest_blocks(_map_tokens(self.path, self.dtype, self.tokens)))
 
     def abandon(self) -> None:
-        """Lets go of the file without making it valid."""
-        # Closing flushes, and on a full disk that fails once more.
+        """Close the file without making it valid."""
+        # Closing flushes, which on a full disk fails a second time.
         with contextlib.suppress(OSError):
             self._file.close()
 
 
 @final
 class Shard:
-    """The tokens of a shard, each block of which is checked whenever it is read."""
+    """The tokens of a shard; each block is checked whenever it is read."""
 
     def __init__(self, path: Path):
-        """A shard that is not whole is refused."""
-        self._path, self._way_out = path, f"delete the folder {str(path.parent)!r} and it is made anew"
+        """Open a shard; an incomplete one is refused."""
+        self._path, self._way_out = path, f"delete the folder {str(path.parent)!r} to have it made again"
         self.tokens = self._open()
         file = _digests_file(path)
         if not file.is_file():
-            # It was packed before there were digests; from now on it has some, where the cache can be written.
+            # The shard is older than digests; it gets some now if the cache is writable.
             with contextlib.suppress(OSError):
                 write_whole(file, _digest_blocks(self.tokens))
         self._digests = file.read_bytes() if file.is_file() else _digest_blocks(self.tokens)
@@ -91,7 +91,7 @@ class Shard:
         return self.tokens[start:stop]
 
     def document_ends(self, start: int, stop: int) -> None:
-        """None: every document was packed with an end token."""
+        """None, since every document was packed with an end token."""
 
     def _open(self) -> np.ndarray:
         path, way_out = self._path, self._way_out
@@ -118,7 +118,7 @@ def _digests_file(shard: Path) -> Path:
 
 def _map_tokens(path: Path, dtype: np.dtype, tokens: int) -> np.ndarray:
     if not tokens:
-        # Nothing cannot be mapped.
+        # An empty file cannot be mapped.
         return np.zeros(0, dtype=dtype)
     return np.memmap(path, dtype=dtype, mode="r", offset=_HEADER, shape=(tokens,))
 

@@ -1,4 +1,4 @@
-"""What a `source` names: the standard library, local files, or an hf: dataset. The only importer of datasets."""
+"""What `data.source` names: the standard library, local files or an hf: dataset. The only importer of datasets."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class Source:
     name: str
     signature: str
     read: Callable[[int, int], Iterator[Document]]
-    """The documents of one of so many parts, which in their order are the whole."""
+    """One of several consecutive parts of the documents."""
     scannable: bool
-    """Whether reading everything once more than needed is fine: files are, what is streamed over a network is not."""
+    """Whether an extra pass over the data is fine, as for local files but not for a network stream."""
     share: tuple[int, int] = (0, 1)
-    """Which part this is, of how many."""
+    """The number of this part, and the number of parts."""
 
     def documents(self) -> Iterator[Document]:
         return self.read(*self.share)
 
     def part(self, number: int, parts: int) -> Source:
-        """One of so many parts, which may be empty."""
+        """One of several parts, which may be empty."""
         return dataclasses.replace(self, share=(number, parts))
 
 
@@ -54,7 +54,7 @@ def find_source(config: DataConfig) -> Source:
 
 
 def find_valid_source(config: DataConfig) -> Source | None:
-    """The source to validate on, None where it is held out of the other."""
+    """The source to validate on; None if part of the training source is held out."""
     if config.source.startswith("hf:") and "valid_split" in config.options:
         if config.valid_source is not None:
             raise ValueError(
@@ -75,7 +75,7 @@ def find_valid_source(config: DataConfig) -> Source | None:
 def _local(source: str, config: DataConfig) -> Source:
     if config.options and not config.source.startswith("hf:"):
         raise ValueError(
-            f"data.options {sorted(config.options)} mean nothing to source {source!r}; "
+            f"data.options {sorted(config.options)} are not options of source {source!r}; "
             "they belong to hf: and synthetic: sources"
         )
     paths = _library() if source == "stdlib" else match_files(source)
@@ -95,20 +95,20 @@ def list_files(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
 
 
 def cut_evenly(items: Sequence[T], sizes: Sequence[int], part: int, parts: int) -> Sequence[T]:
-    """One of so many runs of neighbors, of about equal sizes; together they are all items in their order.
+    """One of several runs of neighboring items of about equal total size; together they are all items in order.
 
     >>> [cut_evenly("abcd", [1, 1, 1, 3], part, 2) for part in range(2)]
     ['abc', 'd']
     """
     total = max(1, sum(sizes))
-    # An item belongs to the part that its middle falls into.
+    # An item belongs to the part that contains its middle.
     middles = [2 * end - size for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
     owners = [min(parts - 1, middle * parts // (2 * total)) for middle in middles]
     return items[bisect.bisect_left(owners, part) : bisect.bisect_right(owners, part)]
 
 
 def _library() -> list[Path]:
-    """The standard library's own sources without its tests, and without what differs by machine."""
+    """The standard library's own sources, without its tests and without what differs between machines."""
     paths = []
     for folder, inner, files in os.walk(sysconfig.get_paths()["stdlib"]):
         inner[:] = [name for name in inner if name not in _NOT_LIBRARY and not name.startswith("config-")]
@@ -116,12 +116,12 @@ def _library() -> list[Path]:
             Path(folder, name) for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata")
         ]
     if not paths:
-        raise ValueError("this Python has no sources of its standard library; set data.source to files of yours")
+        raise ValueError("this Python ships without its standard library's source; set data.source to files of yours")
     return sorted(paths)
 
 
 def match_files(source: str) -> list[Path]:
-    """The files of a path, a folder or a glob, sorted; hidden ones are left out."""
+    """The files of a path, folder or glob, sorted and without hidden ones."""
     path = Path(source).expanduser()
     if path.is_dir():
         names = glob.glob("**/*", root_dir=path, recursive=True)
@@ -139,7 +139,7 @@ def match_files(source: str) -> list[Path]:
 
 
 def _hugging_face(config: DataConfig, split: str) -> Source:
-    """A split of a dataset, streamed: options go to `datasets`, but for `max_documents` and `valid_split`."""
+    """A split of a dataset, streamed; options go to `datasets`, except `max_documents` and `valid_split`."""
     try:
         import datasets
     except ImportError:
@@ -156,7 +156,7 @@ def _hugging_face(config: DataConfig, split: str) -> Source:
     def read(part: int, parts: int) -> Iterator[Document]:
         with _worded(config.source):
             stream = builder.as_streaming_dataset(split=split)
-            # The files of a dataset are shared out; of the first so many documents nobody knows where they end.
+            # Processes share the files of a dataset, but nobody knows in advance where a limit on documents ends.
             parts = 1 if limit is not None else min(parts, stream.num_shards)
             if part >= parts:
                 return
@@ -175,14 +175,14 @@ def _hugging_face(config: DataConfig, split: str) -> Source:
             if document := row_document(row[config.field], field=config.field, where=where):
                 yield document
 
-    # The hash is of the commit, the id of the configuration and of the local files with their times.
+    # The hash covers the commit, the configuration, and local files with their times.
     identity = [config.source, config.field, split, limit, builder.hash, builder.config_id]
     return Source(config.source, digest(identity), read, scannable=False)
 
 
 @contextlib.contextmanager
 def _worded(source: str) -> Iterator[None]:
-    # datasets raises whatever its many backends raise.
+    # The many backends of datasets raise all kinds of errors.
     try:
         yield
     except Exception as error:

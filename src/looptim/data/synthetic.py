@@ -1,4 +1,4 @@
-"""Synthetic tasks as a dataset: whole examples side by side in a window, the loss on their answers."""
+"""Synthetic tasks as a dataset: whole examples side by side in a window, with a loss on the answers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .tasks import STOP, Task
 from .tokenizer import Tokenizer
 
 _MOST = 1 << 20
-"""Examples a window may hold at most; window n draws from n * _MOST on."""
+"""An upper bound on examples per window; window n draws examples from n * _MOST on."""
 
 
 def knobs_of(task: Task, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The knobs among a source's options, with their defaults."""
+    """The task's options among those of a source, with defaults."""
     return task.settings({key: value for key, value in options.items() if key != "loss_on_prompt"})
 
 
 @final
 class SyntheticDataset(Dataset):
-    """Examples drawn on the fly. A window starts with one, holds only whole ones and is filled up without loss."""
+    """Examples drawn on the fly. A window begins with one, holds only whole ones, and is padded without loss."""
 
     def __init__(
         self, task: Task, options: Mapping[str, Any], *, seq_len: int, tokenizer: Tokenizer, mask_boundaries: bool
@@ -55,7 +55,7 @@ class SyntheticDataset(Dataset):
     def windows(self, split: Split, seed: int, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         packed = np.full((len(samples), self.seq_len + 1), self.tokenizer.eos, dtype=np.int64)
         counts = np.zeros(packed.shape, dtype=bool)
-        # The padding that fills a window up is a document of its own.
+        # The padding that fills up a window is a document of its own.
         documents = np.full(packed.shape, -1, dtype=np.int64)
         for row, sample in enumerate(samples):
             tokens, loss, examples = self._fill(split, seed, int(sample))
@@ -65,7 +65,7 @@ class SyntheticDataset(Dataset):
         return packed[:, :-1].copy(), np.where(counts, packed, IGNORE)[:, 1:].copy(), documents[:, :-1].copy()
 
     def _fill(self, split: Split, seed: int, sample: int) -> tuple[list[int], list[bool], list[int]]:
-        """The tokens of a window, which of them count as targets, and which example each is of."""
+        """The tokens of a window, whether each counts as a target, and the example each belongs to."""
         assert self.task is not None
         tokens: list[int] = []
         loss: list[bool] = []

@@ -1,7 +1,7 @@
 """Reasoning tasks drawn on the fly, with a held-out split that training draws cannot reach.
 
-Every problem has a canonical form, and the hash of that form alone says whether it is a training or a held-out
-problem; a draw is repeated until it is of the split asked for. The two splits are therefore disjoint for every seed.
+Every problem has a canonical form, and the hash of that form alone decides between training and held-out; draws repeat
+until the split is the one asked for. The two splits are therefore disjoint for every seed.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing import Any, Literal, NamedTuple, final
 from ..base.choices import nearest
 
 STOP = "\n"
-"""What follows every answer."""
+"""The text after every answer."""
 
 HELD_OUT = 0.1
 """The share of problems that are held out."""
 
 _FEWEST = 50
-"""Problems below which a task is refused: too few of them would be held out."""
+"""A task with fewer problems is refused, since too few of them would be held out."""
 _DRAWS = 10_000
 
 
 class Example(NamedTuple):
-    """A prompt and what must follow it; the text of both is `prompt + answer + STOP`."""
+    """A prompt and the answer that must follow; the full text is `prompt + answer + STOP`."""
 
     prompt: str
     answer: str
 
 
 class Problem(NamedTuple):
-    """An example and the canonical form it shares with all that are the same problem."""
+    """An example, and the canonical form that it shares with equivalent examples."""
 
     canonical: str
     prompt: str
@@ -44,7 +44,7 @@ class Problem(NamedTuple):
 
 
 class Knob(NamedTuple):
-    """A difficulty knob: its default and the values it may have."""
+    """A difficulty option: its default and its allowed values."""
 
     default: int | bool
     low: int = 0
@@ -65,12 +65,12 @@ class Task:
     """What an example looks like."""
     knobs: Mapping[str, Knob]
     draw: Callable[..., Problem | None]
-    """A problem from a random generator and the knobs, None for a draw that is none."""
+    """Draw a problem from a random generator and the options; None if the draw is not a problem."""
     count: Callable[..., int]
-    """A lower bound of the number of problems at these knobs."""
+    """A lower bound on the number of problems with these options."""
 
     def example(self, split: Literal["train", "valid"], seed: int, index: int, **knobs: Any) -> Example:
-        """Example `index` of a split: a pure function of its arguments."""
+        """Example `index` of a split, as a pure function of the arguments."""
         if split not in ("train", "valid"):
             raise ValueError(f"split {split!r} must be train or valid")
         settings = self.settings(knobs)
@@ -79,10 +79,10 @@ class Task:
             problem = self.draw(rng, **settings)
             if problem is not None and split_of(problem.canonical) == split:
                 return Example(problem.prompt, problem.answer)
-        raise ValueError(f"task {self.name!r} has hardly a {split} problem at {settings}; choose other knobs")
+        raise ValueError(f"task {self.name!r} has hardly any {split} problems at {settings}; choose other knobs")
 
     def settings(self, knobs: Mapping[str, Any]) -> dict[str, Any]:
-        """The knobs with their defaults; an unknown or impossible one is an error."""
+        """The options with defaults filled in; an unknown or impossible one is an error."""
         for name, value in knobs.items():
             if name not in self.knobs:
                 hint = nearest(name, self.knobs)
@@ -104,7 +104,7 @@ class Task:
 
 
 def split_of(canonical: str, fold: int = 0) -> Literal["train", "valid"]:
-    """The split a problem belongs to, for every seed and for ever; each fold holds out other problems."""
+    """The split of a problem, forever and for every seed; each fold holds out other problems."""
     hash = int.from_bytes(hashlib.blake2b(canonical.encode(), digest_size=8).digest(), "big")
     return "valid" if fold * HELD_OUT * 2**64 <= hash < (fold + 1) * HELD_OUT * 2**64 else "train"
 
@@ -124,9 +124,10 @@ def evaluate_exact_match(
     seed: int = 0,
     knobs: Mapping[str, Any] | None = None,
 ) -> float:
-    """The share of `count` held-out problems answered exactly.
+    """The share of `count` held-out problems that are answered exactly.
 
-    `generate` gets prompts, which are of one length, and returns what follows each; it counts up to the first line end.
+    `generate` gets prompts of equal length and returns what follows each; only the text up to the first line end
+    counts.
     """
     if count < 1:
         raise ValueError(f"count {count} must be at least 1")
@@ -142,7 +143,7 @@ def evaluate_exact_match(
 def _addition(rng: random.Random, *, digits: int, reverse: bool) -> Problem:
     a, b = rng.randrange(10**digits), rng.randrange(10**digits)
     answer = f"{a + b:0{digits + 1}}"
-    # a+b held out and b+a trained on would be no test.
+    # Training on b+a while holding out a+b would not be a test.
     canonical = f"{digits}:{min(a, b)}+{max(a, b)}"
     return Problem(canonical, f"{a:0{digits}}+{b:0{digits}}=", answer[::-1] if reverse else answer)
 
@@ -150,7 +151,7 @@ def _addition(rng: random.Random, *, digits: int, reverse: bool) -> Problem:
 def _hop(rng: random.Random, *, hops: int, length: int, symbols: int) -> Problem | None:
     letters = string.ascii_lowercase[:symbols]
     text = rng.choice(letters)
-    # Equal neighbors would be a place no hop leaves.
+    # Equal neighbors would be a place that no hop leaves.
     while len(text) < length:
         text += rng.choice(letters.replace(text[-1], ""))
     at = length - 1
@@ -165,7 +166,7 @@ def _hop(rng: random.Random, *, hops: int, length: int, symbols: int) -> Problem
 
 
 def _hop_count(*, hops: int, length: int, symbols: int) -> int:
-    # At the least every hop goes back over one occurrence of each of two letters.
+    # Every hop goes back over at least one occurrence of each of two letters.
     if length < hops + 2:
         return 0
     return symbols * (symbols - 1) ** (length - 1) // math.factorial(symbols)

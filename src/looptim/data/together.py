@@ -22,21 +22,21 @@ class Crew(Protocol):
     def size(self) -> int: ...
 
     def gather(self, value: T) -> list[T]:
-        """What every process gives, in their order."""
+        """The values of all processes, in order."""
         ...
 
     def first_does(self, action: Callable[[], T]) -> T | None:
-        """What the first process gets from `action`, for which the others wait, and fail where it fails."""
+        """The result of `action` on the first process; the others wait for it, and fail if it fails."""
         ...
 
     def all_do(self, action: Callable[[], T]) -> T:
-        """What this process gets from `action`; where it fails on one of them, all fail."""
+        """The result of `action` on this process; if it fails on any process, all fail."""
         ...
 
 
 @final
 class Alone(NamedTuple):
-    """The only process.
+    """A single process.
 
     >>> Alone().gather(3)
     [3]
@@ -60,8 +60,8 @@ ALONE = Alone()
 
 @contextmanager
 def shared_folder(path: Path, crew: Crew, *, keep: bool) -> Iterator[Path]:
-    """A folder that all processes write into; in the end it becomes `path`, or is gone where it is not to be kept."""
-    # A name of the first process, so that its like on other nodes do not take it for what a killed one left.
+    """A folder that all processes write into; at the end it becomes `path`, or is deleted if it is not to be kept."""
+    # The first process chooses the name, so that other nodes do not mistake it for a leftover of a killed process.
     aside = crew.gather(aside_name(path))[0]
     make = whole_folder if keep else scratch_folder
     with ExitStack() as held:

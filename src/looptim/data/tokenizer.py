@@ -15,14 +15,14 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from ..base.files import os_errors_as, write_whole
 
 EOS = "<|endoftext|>"
-"""The end of a document, in tokenizers made here."""
+"""The end-of-document token of tokenizers made here."""
 
 _KNOWN_EOS = (EOS, "</s>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>", "[SEP]")
 
 
 @final
 class Tokenizer:
-    """Text to ids and back. `eos` is the id that ends a document; nothing in a text is ever mistaken for it.
+    """Text to ids and back. `eos` is the id that ends a document; no text ever encodes to it.
 
     >>> tokenizer = Tokenizer.bytes()
     >>> tokenizer.encode("a=é"), tokenizer.eos, tokenizer.vocab_size
@@ -36,10 +36,10 @@ class Tokenizer:
         model.no_padding()
         self.eos_token = eos or next((name for name in _KNOWN_EOS if model.token_to_id(name) is not None), EOS)
         self.lacked_end = model.token_to_id(self.eos_token) is None
-        """Whether the end of a document was added to it: no text that it has tokenized before had one."""
+        """Whether the end-of-document token was added, so no text it tokenized earlier contained one."""
         model.add_special_tokens([AddedToken(self.eos_token, special=True, normalized=False)])
         self._text = model.to_str()
-        # A special token that is spelled out in a text is text.
+        # A special token that is spelled out in a text is plain text.
         model.encode_special_tokens = True
         self._model = model
         vocabulary = model.get_vocab(with_added_tokens=True)
@@ -55,7 +55,7 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
-        """Byte-level BPE of at most `vocab_size` tokens; a short text has fewer to offer."""
+        """Byte-level BPE of at most `vocab_size` tokens; a short text yields fewer."""
         if vocab_size < 257:
             raise ValueError(
                 f"vocab_size {vocab_size} is too small for byte-level BPE; 256 bytes and the end of a document take 257"
@@ -74,7 +74,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """A tokenizer.json, or the one in a folder; the token that ends a document is the one its config names."""
+        """Load a tokenizer.json, or the one in a folder; its config names the token that ends a document."""
         path = Path(path).expanduser()
         path = path / "tokenizer.json" if path.is_dir() else path
         try:
@@ -117,17 +117,17 @@ class Tokenizer:
         return list(text.encode()) if self._is_bytes else self._model.encode(text, add_special_tokens=False).ids
 
     def encode_many(self, texts: Sequence[str]) -> Sequence[Sequence[int] | np.ndarray]:
-        """The same for many texts, on every core."""
+        """The ids of many texts, using every core."""
         if self._is_bytes:
             return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
         return [encoding.ids for encoding in self._model.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; special tokens are left out."""
+        """The text of ids, without special tokens."""
         return self._model.decode([int(id) for id in ids], skip_special_tokens=True)
 
     def pieces(self, ids: Iterable[int]) -> dict[int, str]:
-        """What each token stands for, one by one; bytes that are no whole character are written out.
+        """The text of each single token; bytes that are not a whole character are spelled out.
 
         >>> Tokenizer.bytes().pieces([97, 195, 256])
         {97: 'a', 195: '\\\\xc3', 256: '<|endoftext|>'}
@@ -136,9 +136,9 @@ class Tokenizer:
         return {id: _piece(self._model.id_to_token(id), letters) for id in map(int, ids)}
 
     def save(self, folder: str | Path, *, max_length: int | None = None) -> None:
-        """Writes what `transformers.AutoTokenizer.from_pretrained(folder)` and `Tokenizer.load(folder)` need.
+        """Write what `transformers.AutoTokenizer.from_pretrained(folder)` and `Tokenizer.load(folder)` need.
 
-        `max_length` is the longest sequence that the model beside it takes.
+        `max_length` is the longest sequence that the model takes.
         """
         settings: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -149,7 +149,7 @@ class Tokenizer:
         }
         if max_length is not None:
             settings["model_max_length"] = max_length
-        with os_errors_as(f"the folder {str(folder)!r} cannot be written", "make room or access there"):
+        with os_errors_as(f"the folder {str(folder)!r} cannot be written", "free some space or get write access"):
             write_whole(Path(folder) / "tokenizer.json", self._text)
             write_whole(
                 Path(folder) / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
@@ -157,7 +157,7 @@ class Tokenizer:
 
 
 def _byte_model() -> tokenizers.Tokenizer:
-    """Byte-level BPE without a merge: a token is a byte, and its id is the byte's value."""
+    """Byte-level BPE without merges: every byte is a token whose id is its value."""
     model = tokenizers.Tokenizer(models.BPE(vocab=_byte_letters(), merges=[]))
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     model.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Corpora that are tokens already, mapped as they are: `.bin` of llm.c and nanoGPT, `.bin` and `.idx` of Megatron."""
+"""Corpora that are already tokens, memory-mapped: `.bin` of llm.c and nanoGPT, `.bin` and `.idx` of Megatron."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from .sources import list_files, match_files
 from .together import Crew
 
 _LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
-"""Magic number and version of llm.c's files, and how wide their tokens are."""
+"""The magic number and version of llm.c's files, and the width of their tokens."""
 _LLM_C_HEADER = 1024
 _MEGATRON = b"MMIDIDX\x00\x00"
 _MEGATRON_DTYPES = {1: "u1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _MEGATRON_HEADER = 34
-"""Magic, version, code of the dtype, and how many sequences and documents there are."""
+"""Magic, version, dtype code, number of sequences, number of documents."""
 _CHUNK = 1 << 26
-"""Bytes under one SHA-256; the processes that look through a corpus take turns at them."""
+"""Bytes per SHA-256; processes that scan a corpus take turns at these."""
 
 
 class TokenFile(NamedTuple):
-    """The tokens of a file, and where its documents end, which is None where the end token tells."""
+    """The tokens of a file, and the ends of its documents, which is None if the end token tells."""
 
     path: Path
     tokens: np.ndarray
@@ -42,7 +42,7 @@ class TokenFile(NamedTuple):
 
 @final
 class TokenStream:
-    """The tokens of files one after the other, or some of them."""
+    """The tokens of several files in a row, or a range of them."""
 
     def __init__(self, files: Sequence[TokenFile], start: int = 0, stop: int | None = None):
         self.files = list(files)
@@ -57,7 +57,7 @@ class TokenStream:
         return np.concatenate([file.tokens[a:b] for file, a, b in self._pieces(start, stop)])
 
     def document_ends(self, start: int, stop: int) -> np.ndarray | None:
-        """Whether each of these tokens ends a document; None where the end token tells."""
+        """Whether each of these tokens ends a document; None if the end token tells."""
         if self.files[0].ends is None:
             return None
         ends = np.zeros(stop - start, dtype=bool)
@@ -70,7 +70,7 @@ class TokenStream:
         return ends
 
     def _pieces(self, start: int, stop: int) -> list[tuple[TokenFile, int, int]]:
-        """The files that some tokens are in, with where they begin and end there."""
+        """The files that contain a range of tokens, with the first and last position in each."""
         start, stop = start + self.start, stop + self.start
         first = bisect.bisect_right(self.offsets, start) - 1
         pieces = []
@@ -82,7 +82,7 @@ class TokenStream:
 
 
 def find_tokens(source: str, config: DataConfig) -> list[TokenFile] | None:
-    """The files a source names if they are tokens already, which their names end in `.bin` for; None if it is text."""
+    """The files of a source whose names end in `.bin` and which therefore hold tokens; None if it is text."""
     if source == "stdlib" or source.startswith(("hf:", "synthetic:")):
         return None
     paths = [path for path in match_files(source) if path.suffix != ".idx"]
@@ -102,7 +102,7 @@ def _open(path: Path, config: DataConfig) -> TokenFile:
     dtype = config.options.get("dtype", "uint16")
     if unknown or dtype not in ("uint16", "uint32"):
         raise ValueError(
-            f"data.options of {str(path)!r} may have dtype, which is uint16 or uint32, got {config.options}"
+            f"data.options of {str(path)!r} must be empty or have a dtype, uint16 or uint32, got {config.options}"
         )
     try:
         index = path.with_suffix(".idx")
@@ -112,13 +112,13 @@ def _open(path: Path, config: DataConfig) -> TokenFile:
             magic, version, count = struct.unpack("<3i", file.read(12).ljust(12))
         known = _LLM_C.get((magic, version))
         if known is None:
-            # nanoGPT's files are tokens and nothing else.
+            # nanoGPT's files contain nothing but tokens.
             return TokenFile(path, _map(path, np.dtype(dtype).newbyteorder("<")), None)
         tokens = _map(path, np.dtype(known), offset=_LLM_C_HEADER)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as tokens ({_reason(error)}); repair it, or leave it out") from error
     if len(tokens) != count:
-        raise ValueError(f"{path} is truncated: {len(tokens)} tokens instead of {count}; bring it back from a copy")
+        raise ValueError(f"{path} is truncated: {len(tokens)} tokens instead of {count}; restore it from a copy")
     return TokenFile(path, tokens, None)
 
 
@@ -139,7 +139,7 @@ def _megatron(path: Path, index: Path) -> TokenFile:
     stops = np.cumsum(lengths, dtype=np.int64)
     if len(tokens) != stops[-1]:
         raise ValueError(f"it has {len(tokens)} tokens, and {index.name} tells of {stops[-1]}")
-    # Where a document begins, another has ended; the last entry is behind them all.
+    # A document ends where the next one begins; the last entry lies after all of them.
     return TokenFile(path, tokens, stops[first_sequences[1:] - 1] - 1)
 
 
@@ -157,14 +157,14 @@ def _reason(error: Exception) -> str:
 @final
 @dataclasses.dataclass(frozen=True)
 class TokenScan:
-    """What is in a corpus of tokens: the hash of them all, and the largest of each file."""
+    """The contents of a token corpus: the hash of all tokens, and the largest token of each file."""
 
     content: str
     largest: list[int]
 
 
 def scan_tokens(files: Sequence[TokenFile], cache: Path, *, crew: Crew, progress: bool) -> TokenScan:
-    """Look through all tokens once, every process at its share; remembered by what the files look like from outside."""
+    """Scan all tokens once, divided over the processes; cached under names, sizes and times of files."""
     memo = cache / "scans" / f"{digest(['tokens', list_files([file.path for file in files])])}.json"
     if not crew.gather(memo.is_file())[0]:
         chunks = [
@@ -184,13 +184,13 @@ def scan_tokens(files: Sequence[TokenFile], cache: Path, *, crew: Crew, progress
     try:
         return TokenScan(**json.loads(memo.read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{memo} is not what looptim wrote; delete it") from error
+        raise ValueError(f"{memo} is damaged; delete it") from error
 
 
 def _look_through(
     files: Sequence[TokenFile], chunks: Sequence[tuple[int, int, int]], progress: bool
 ) -> list[tuple[str, int]]:
-    """The hash and the largest token of each chunk; a negative one is larger than all, for it is in no vocabulary."""
+    """The hash and the largest token of each chunk; a negative one counts as too large for any vocabulary."""
     found = []
     with Progress("reading tokens", len(chunks), show=progress) as shown:
         for number, start, stop in chunks:
@@ -202,7 +202,7 @@ def _look_through(
 
 
 def check_vocabulary(files: Sequence[TokenFile], scan: TokenScan, vocab_size: int) -> None:
-    """That the model knows every token."""
+    """Check that the model knows every token."""
     for file, largest in zip(files, scan.largest, strict=True):
         if largest >= vocab_size:
             negative = largest == np.iinfo(np.int64).max
