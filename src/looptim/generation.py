@@ -33,7 +33,7 @@ def generate(
     """The continuation of a prompt; temperature 0 is greedy. `stream` is given the text piece by piece as it comes.
 
     It has at most `max_new_tokens`, which must fit the model's maximum length; the default is 200, or what fits.
-    `depth` says how deep each token goes. If tokens may leave, `on_depth` is called with the number of loops behind each
+    `depth` says how deep each token goes. If tokens may leave, `on_depth` gets the number of loops behind each
     new token.
     """
     if not 0 <= temperature < float("inf"):

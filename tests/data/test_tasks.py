@@ -136,7 +136,7 @@ def test_the_held_out_share_is_a_tenth():
         ("hop", {"hops": 1, "length": 4}, "too few"),
         ("hop", {"hops": 40, "length": 41}, "has only 0 problems"),
         ("state", {"length": 1, "items": 3}, "has only 6 problems"),
-        ("hop", {"hops": 25, "length": 32}, "has hardly a train problem"),
+        ("hop", {"hops": 25, "length": 32}, "has hardly any train problems"),
         ("addition", {"digit": 2}, "no knob 'digit', did you mean 'digits'? known: digits, reverse"),
         ("addition", {"digits": 0}, "must be a whole number from 1 to 100, got 0"),
         ("addition", {"digits": 2.0}, "must be a whole number"),
