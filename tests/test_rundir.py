@@ -92,7 +92,9 @@ def test_what_the_disk_refuses_is_one_sentence(tmp_path, monkeypatch):
 
     files = Evaluation(tmp_path, "task")
     monkeypatch.setattr(rundir, "write_whole", full)
-    with pytest.raises(ValueError, match=r"^cannot write results to \S+: No space left on device; make room there, or"):
+    with pytest.raises(
+        ValueError, match=r"^cannot write results to \S+: No space left on device; free some space there, or"
+    ):
         files.write(files.result, {})
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(ValueError, match=r"^cannot write to \S+: Is a directory; the last checkpoint is kept$"):

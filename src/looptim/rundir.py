@@ -1,4 +1,4 @@
-"""The run directory: the only module that knows the files of a run, who may write them, and how they are read."""
+"""The run directory. This is the only module that knows a run's files, who may write them, and how to read them."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from .recipe import load_config
 
 @final
 class RunDir:
-    """A run directory by its path; nothing need be there yet."""
+    """A run directory, given by its path, which need not exist yet."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.config_file = self.path / "config.toml"
-        """What makes the folder a run."""
+        """The file that makes a folder a run."""
         self.environment_file = self.path / "env.json"
         self.metrics = Lines(self.path / "metrics.jsonl", _check_metrics)
         self.samples = Lines(self.path / "samples.jsonl", _check_sample)
-        """What it wrote at its validations, if it was asked to."""
+        """The texts the run wrote at its validations, if it was asked to."""
         self.tokenizer = self.path / "tokenizer"
         self.eval = self.path / "eval"
         self.model = self.path / "model"
-        """The model as transformers loads it."""
+        """The exported model, which transformers loads."""
         self.report = self.path / "report"
         self.diverged_file = self.path / "diverged.txt"
-        """Why a run of a study came to no end."""
+        """Why a run of a study was not completed."""
         self.hops_file = self.path / "hops.json"
         """What a run that learned chained assignments solves, by loops and hops."""
         self.exits = Evaluation(self.eval, "exits")
@@ -52,11 +52,11 @@ class RunDir:
         return load_config(self.config_file)
 
     def claim(self) -> AbstractContextManager[None]:
-        """Hold the directory while training into it; another process that wants it gets a HeldError."""
+        """Hold the directory while training into it; a second process gets a HeldError."""
         return claimed(self.path)
 
     def check(self, config: Config, *, resume: bool, force: bool) -> None:
-        """Whether the directory can be this config's; nothing is written."""
+        """Check that the directory may be used for this config; nothing is written."""
         self.check_links()
         check_writable(self.path)
         known = self.config_file.is_file()
@@ -67,18 +67,18 @@ class RunDir:
             raise ValueError(f"the config of {self.path} has changed ({'; '.join(changes)}); undo that, or add --force")
 
     def record(self, config: Config, environment: Mapping[str, Any], tokenizer: Tokenizer) -> None:
-        """Write what a run says of itself; config.toml comes last, since it is what makes the folder a run."""
-        with os_errors_as(f"cannot write to {self.path}", "make room, or choose another --out"):
+        """Write the run's description; config.toml comes last, since it is what makes the folder a run."""
+        with os_errors_as(f"cannot write to {self.path}", "free some space, or choose another --out"):
             tokenizer.save(self.tokenizer)
             write_whole(self.environment_file, json.dumps(environment, indent=2))
             write_whole(self.config_file, config.to_toml())
 
     def checkpoint(self, step: int) -> Path:
-        """Where the checkpoint of a step lies."""
+        """The folder of a step's checkpoint."""
         return self.path / "checkpoints" / f"step_{step:06d}"
 
     def checkpoints(self) -> list[Path]:
-        """The complete checkpoints, oldest first; folders of other names are somebody else's."""
+        """The complete checkpoints, oldest first; folders of other names are not ours."""
         found = [path.parent for path in self.path.glob(f"checkpoints/step_*/{RECORD}")]
         return sorted((path for path in found if re.fullmatch(r"step_\d{6,}", path.name)), key=step_of)
 
@@ -87,15 +87,15 @@ class RunDir:
         return next(reversed(self.checkpoints()), None)
 
     def check_links(self) -> None:
-        """That no link in the folder leads out of it: what is written or shown goes by these names."""
+        """Check that no link in the folder leads out of it; files are written and shown by these names."""
         check_links(self.path, [self.path, *self.path.glob("*"), *self.eval.glob("*")])
 
     def evaluation(self, task: str, *, limit: int | None = None, loops: int | None = None) -> Evaluation:
-        """The files of a task that was, or will be, evaluated on the run."""
+        """The files of a task that is or will be evaluated on the run."""
         return Evaluation(self.eval, task, limit=limit, loops=loops)
 
     def evaluations(self) -> list[tuple[int | None, dict[str, Any]]]:
-        """Every result, the newest last, with the number of loops it was asked to run, if one was."""
+        """Every result, the newest last, with the number of loops it was run at, if one was given."""
         found = []
         files = set(self.eval.glob("*.json")) - {self.exits.result}
         for file in sorted(files, key=lambda file: (file.stat().st_mtime_ns, file.name)):
@@ -107,7 +107,7 @@ class RunDir:
         return found
 
     def read(self, name: str | None = None) -> Run:
-        """What the run says, under a name of its own or the folder's."""
+        """Everything the run recorded, under the given name or the folder's."""
         if not self.path.is_dir():
             raise ValueError(f"there is no run directory {str(self.path)!r}; give one that `looptim train` wrote")
         self.check_links()
@@ -122,13 +122,13 @@ class RunDir:
             config = flat(tomllib.loads(files.get(self.config_file.name, "")))
         except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise ValueError(f"{self.config_file} is not valid TOML: {error}; repair it") from None
-        # What was allowed to see the future is not to be taken for a language model, in no table and no figure.
+        # A model that was allowed to see the future must not pass for a language model in any table or figure.
         mark = " (noncausal)" if config.get("loop.noncausal") else ""
         return Run((name or self.path.resolve().name) + mark, lines, config, files, self.samples.read())
 
 
 def difference(old: Config, new: Config) -> list[str]:
-    """What differs between two configs, as `key: old -> new`; how processes share the work changes no result."""
+    """The differences between two configs, as `key: old -> new`; sharding is left out, since it changes no result."""
     before, after = (flat(config.model_dump(exclude={"parallel"})) for config in (old, new))
     keys = sorted(before.keys() | after.keys())
     return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if before.get(k) != after.get(k)]
@@ -146,24 +146,24 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 RECORD = "checkpoint.json"
-"""Of a checkpoint, written last; a folder without it is not a checkpoint."""
+"""The record of a checkpoint, written last; a folder without it is not a checkpoint."""
 
 
 def step_of(checkpoint: Path) -> int:
-    """The updates that were done when a checkpoint was written."""
+    """The number of updates done when a checkpoint was written."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
 class DamagedError(ValueError):
-    """A checkpoint that cannot be read, or is not as it was written."""
+    """A checkpoint that cannot be read or has been altered."""
 
     def __init__(self, checkpoint: Path, reason: str):
         self.what = f"checkpoint {checkpoint} is damaged ({reason})"
-        super().__init__(f"{self.what}; bring it back from a copy, or delete it to begin anew")
+        super().__init__(f"{self.what}; restore it from a copy, or delete it to start over")
 
 
 def read_record(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself: step, config, versions, data."""
+    """The record of a checkpoint: step, config, versions, data."""
     try:
         record = json.loads((checkpoint / RECORD).read_text())
         if not isinstance(record, dict) or not record.keys() >= {"step", "data"}:
@@ -174,7 +174,7 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
 
 
 def _check_metrics(record: Any) -> dict[str, Any]:
-    """What a run logs: an object with the numbers `step` and `tokens`.
+    """Check a record of a run's metrics: an object with the numbers `step` and `tokens`.
 
     Every other value is a number or null, a list of those, or a mapping of names to such lists.
     """
@@ -190,7 +190,7 @@ def _check_metrics(record: Any) -> dict[str, Any]:
 
 
 def _check_sample(record: Any) -> dict[str, Any]:
-    """A prompt, and how the model went on with it at a step."""
+    """Check a sample: a prompt, and how the model continued it at a step."""
     numbers = isinstance(record, dict) and isinstance(record.get("step"), int) and _is_number(record.get("tokens"))
     if not numbers or not all(isinstance(record.get(key), str) for key in ("prompt", "text")):
         raise ValueError("a sample needs the numbers 'step' and 'tokens' and the texts 'prompt' and 'text'")
@@ -202,7 +202,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_result(record: Mapping[str, Any]) -> bool:
-    """Whether tables can be made of what is said to be the result of an evaluation."""
+    """Whether tables can be made from what claims to be the result of an evaluation."""
     try:
         settings, model = record["settings"], record["settings"]["model"]
         kinds = {
@@ -219,22 +219,22 @@ def _is_result(record: Mapping[str, Any]) -> bool:
 
 @final
 class Evaluation:
-    """The files of one evaluated task: in the folder `eval` of a run, or elsewhere."""
+    """The files of an evaluated task, in the `eval` folder of a run or elsewhere."""
 
     def __init__(self, folder: Path, task: str, *, limit: int | None = None, loops: int | str | None = None):
-        # A part of a task, or another depth (a number of loops, or the words of exits), does not replace the result.
+        # A partial evaluation, or one at another depth (loops or an exit), does not replace the result.
         at = "" if loops is None else ".loops" + re.sub(r"[^\w.]+", "_", str(loops))
         part = "" if limit is None else f".limit{limit}"
         name = f"{task}{at}{part}"
         self.folder = folder
         self.result = folder / f"{name}.json"
         self.samples = folder / "samples" / f"{name}.json"
-        """What the model answered, problem by problem."""
+        """The model's answers, problem by problem."""
         self.answers = folder / ".partial" / f"{name}.jsonl"
-        """The answers so far, while the task is under way."""
+        """The answers so far, while the task is running."""
 
     def read(self) -> dict[str, Any] | None:
-        """The result, or None where there is none that can be read."""
+        """The result; None if there is none that can be read."""
         return _read_object(self.result)
 
     def write(self, file: Path, value: Any) -> None:
@@ -243,8 +243,8 @@ class Evaluation:
             write_whole(file, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
 
     def writing(self) -> AbstractContextManager[None]:
-        """What the disk refuses is one sentence."""
-        return os_errors_as(f"cannot write results to {self.folder}", "make room there, or choose another --out")
+        """Turn a refusal of the disk into one sentence."""
+        return os_errors_as(f"cannot write results to {self.folder}", "free some space there, or choose another --out")
 
 
 def _read_object(file: Path) -> dict[str, Any] | None:
@@ -256,32 +256,32 @@ def _read_object(file: Path) -> dict[str, Any] | None:
 
 
 def bits_per_byte(data: Mapping[str, Any]) -> float | None:
-    """What a loss in nats per token is to be multiplied with, by the tokens and bytes of the whole held-out text."""
+    """The factor from nats per token to bits per byte, from the tokens and bytes of the whole held-out text."""
     return data["valid_tokens"] / (data["valid_bytes"] * math.log(2)) if data.get("valid_bytes") else None
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run directory says: its lines merged by step, and its config."""
+    """The contents of a run directory: its metrics merged by step, and its config."""
 
     name: str
     lines: list[dict[str, Any]]
     config: dict[str, Any]
-    """By keys as in `model.width`."""
+    """The config by keys such as `model.width`."""
     files: dict[str, str]
     """The text of config.toml and env.json."""
     samples: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    """What it wrote at its validations."""
+    """The texts the run wrote at its validations."""
 
     @property
     def environment(self) -> dict[str, Any]:
-        """What the result may depend on besides the config."""
+        """What else the result may depend on, besides the config."""
         return json.loads(self.files["env.json"])
 
     @property
     def bits_per_byte(self) -> float | None:
-        """What a loss in nats per token is to be multiplied with, where the run says how long its held-out text is."""
+        """The factor from nats per token to bits per byte, if the run records the length of its held-out text."""
         try:
             return bits_per_byte(self.environment["data"])
         except (ValueError, LookupError, TypeError, ArithmeticError):
@@ -289,21 +289,21 @@ class Run:
 
     @property
     def preset(self) -> str:
-        """The transition's name, or the run's where no config tells."""
+        """The name of the transition, or of the run if the config does not tell."""
         return self.config.get("loop.preset") or self.config.get("model.loop.preset") or self.name
 
     @property
     def loops(self) -> list[int]:
-        """How often each looped segment runs, as far as a config tells."""
+        """How often each looped segment runs, as far as the config tells."""
         return [int(times) for times in re.findall(r"x(\d+)", str(self.config.get("model.layout", "")))]
 
     def column(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and the numbers called `key`, from the lines that have one; null is NaN."""
+        """Tokens and the numbers under `key`, from the records that have one; null is NaN."""
         lines = [line for line in self.lines if key in line and _is_number(line[key])]
         return np.array([line["tokens"] for line in lines], float), np.array([line[key] for line in lines], float)
 
     def columns(self, key: str, name: str | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and the lists called `key`, or those of `name` in a mapping, as (lines, entries); NaN fills up."""
+        """Tokens and the lists under `key`, or under `name` in a mapping, as (records, entries), padded with NaN."""
         pairs = []
         for line in self.lines:
             values = line.get(key)

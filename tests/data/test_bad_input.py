@@ -168,7 +168,9 @@ def test_a_damaged_tokenizer_or_scan_is_named(corpus, cache, open_):
 
 def test_a_cache_that_cannot_be_written(tmp_path, corpus, open_):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ValueError, match=r"'.*file/cache' cannot be written: Not a directory; make room") as caught:
+    with pytest.raises(
+        ValueError, match=r"'.*file/cache' cannot be written: Not a directory; free some space"
+    ) as caught:
         open_(corpus, cache=str(tmp_path / "file" / "cache"))
     assert is_one_sentence(caught.value)
 

@@ -214,7 +214,7 @@ def test_a_failure_while_packing_leaves_nothing(failure, corpus, cache, open_, m
         with pytest.raises(expected) as caught:
             open_(corpus)
     if expected is ValueError:
-        assert "No space left on device; make room" in str(caught.value)
+        assert "No space left on device; free some space" in str(caught.value)
     assert not list((cache / "packed").iterdir())
     assert open_(corpus).num_windows("train") > 0
 
@@ -242,7 +242,7 @@ def test_a_full_disk_is_one_sentence_and_nothing_is_left(corpus, cache, open_):
         open_(corpus)
 
     process, answer = in_a_process(on_a_full_disk)
-    assert "cannot be written: File too large; make room" in answer.recv()
+    assert "cannot be written: File too large; free some space" in answer.recv()
     process.join()
     assert not list((cache / "packed").iterdir())
 

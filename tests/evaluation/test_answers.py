@@ -41,5 +41,7 @@ def test_answers_of_other_settings_are_dropped_and_done_work_leaves_nothing(tmp_
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"^cannot write results to \S+: [A-Z][^\n\[]*; make room there, or choose"):
+    with pytest.raises(
+        ValueError, match=r"^cannot write results to \S+: [A-Z][^\n\[]*; free some space there, or choose"
+    ):
         Answers(Evaluation(tmp_path / "file", "task"), {})

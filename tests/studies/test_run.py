@@ -247,7 +247,7 @@ def test_a_damaged_archive_is_one_sentence(file, archived):
     spoilt = deflated[:60] + b"x" * 20 + deflated[80:]
     for harm in (whole[: len(whole) // 2], b"", whole.replace(whole[500:520], b"x" * 20), spoilt):
         archive.write_bytes(harm)
-        with pytest.raises(ValueError, match=r"runs.zip is damaged \(.*\); get it again, or delete it, and the runs"):
+        with pytest.raises(ValueError, match=r"runs.zip is damaged \(.*\); get it again, or delete it to train the"):
             lo.study(file, archived, progress=False)
         assert [path.name for path in archived.iterdir()] == ["runs.zip"]
 
@@ -549,7 +549,7 @@ def test_a_damaged_run_is_named_before_others_are_trained(done, file, name, harm
     folder = next(runs.glob("operloop*"))
     (folder / name).write_text(harm((folder / name).read_text()))
     changed(file, "seeds = [0, 1]", "seeds = [0, 1, 2]")
-    with pytest.raises(ValueError, match=f"the run {folder} is damaged .*({message}).*; delete it, and the same"):
+    with pytest.raises(ValueError, match=f"the run {folder} is damaged .*({message}).*; delete it to train it again"):
         lo.study(file, file.parent / "out", runs=runs, progress=False)
     assert len(list(runs.iterdir())) == len(list((done / "out" / "runs").iterdir()))
 

@@ -122,9 +122,7 @@ def test_the_checkpoint_before_a_damaged_one_is_used_after_saying_so(trained, co
 def test_where_all_are_damaged_it_is_one_sentence(copy):
     for path in RunDir(copy).checkpoints():
         (path / "optimizer-00000.safetensors").unlink()
-    with pytest.raises(
-        ValueError, match=r"step_000009 is damaged \(.*\); bring it back from a copy, or delete it"
-    ) as e:
+    with pytest.raises(ValueError, match=r"step_000009 is damaged \(.*\); restore it from a copy, or delete it") as e:
         lo.train(config(), copy, resume=True, progress=False)
     assert "\n" not in str(e.value)
     # Only what is asked for is read.

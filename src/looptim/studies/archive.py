@@ -1,4 +1,4 @@
-"""What settled runs leave behind without their checkpoints: one file to keep, to share, to go on from elsewhere."""
+"""What finished runs leave behind without their checkpoints: a single file to keep, share, and continue from."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from .grid import answers_of, exits_of, is_settled
 from .spec import Cell, Plan
 
 ARCHIVE = "runs.zip"
-"""In the folder of a study."""
+"""The archive's name in the folder of a study."""
 LARGEST = 1 << 30
-"""Bytes that an archive may have unpacked; one that shipped with looptim has a few million."""
+"""The size limit of an unpacked archive, in bytes; one that ships with looptim has a few million."""
 LEFT_OUT = {"lr", "moe_load", "moe_load_max", "tokens_per_s", "mfu"}
-"""Of the metrics: two thirds of them, of which neither a table nor a figure of a study is made."""
+"""Metrics that are left out: two thirds of the bytes, which no table or figure of a study needs."""
 
 
-# A run's folder, and a file in it or in its folder of evaluations, by names that every system takes as they are.
+# The name of a run's folder and of a file in it or in its evaluations, in characters that every system accepts.
 NAMES = r"[\w=+,@-][\w.=+,@-]*/(eval/)?[\w=+,@-][\w.=+,@-]*"
 
 
 def pack(plan: Plan, runs: Path, archive: Path) -> bytes:
-    """The content of `archive`, which need not be there, with the settled runs of a study put in."""
+    """The content of `archive`, which need not exist, with the finished runs of a study added."""
     packed = _read(archive)
     for cell in plan.cells:
         if is_settled(cell, runs):
-            # Older files of the run go: it may have been trained again since they were packed.
+            # Older files of a run are dropped, since it may have been trained again since they were packed.
             packed = {name: data for name, data in packed.items() if not name.startswith(f"{cell.name}/")}
             there = [file for file in files_of(cell, runs) if file.is_file()]
             packed |= {file.relative_to(runs).as_posix(): _content(file) for file in there}
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as zipped:
         for name, data in sorted(packed.items()):
-            # Without a date the same runs make the same bytes; LZMA makes a quarter less of metrics than deflate.
+            # Without dates, equal runs give equal bytes; LZMA packs metrics a quarter smaller than deflate.
             zipped.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_LZMA)
     return buffer.getvalue()
 
 
 def unpack(plan: Plan, archive: Path, runs: Path) -> None:
-    """Put the runs of a study that `archive` has and `runs` has not there, each of them whole or not at all."""
+    """Restore runs of a study that `archive` has and `runs` lacks, each completely or not at all."""
     packed = _read(archive)
     for cell in plan.cells:
         files = [file for file in files_of(cell, runs) if file.relative_to(runs).as_posix() in packed]
         if not files or (runs / cell.name).exists():
             continue
-        # Another study that shares the folder may be faster, and what it puts there is the same.
+        # Another study that shares the folder may be faster; what it puts there is the same.
         with whole_folder(runs / cell.name) as aside:
             for file in files:
                 write_whole(aside / file.relative_to(runs / cell.name), packed[file.relative_to(runs).as_posix()])
@@ -65,7 +65,7 @@ def files_of(cell: Cell, runs: Path) -> list[Path]:
 
 
 def _content(file: Path) -> bytes:
-    """A file as it is packed: metrics without what is left out."""
+    """A file as it is packed; metrics without what is left out."""
     if file.suffix != ".jsonl":
         return file.read_bytes()
     lines = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
@@ -74,7 +74,7 @@ def _content(file: Path) -> bytes:
 
 
 def _read(archive: Path) -> dict[str, bytes]:
-    """The files in an archive by their names."""
+    """The files in an archive, by name."""
     if not archive.is_file():
         return {}
     try:
@@ -88,5 +88,5 @@ def _read(archive: Path) -> dict[str, bytes]:
             return {name: zipped.read(name) for name in zipped.namelist()}
     except (zipfile.BadZipFile, lzma.LZMAError, zlib.error, EOFError, RuntimeError, OSError, ValueError) as error:
         raise ValueError(
-            f"{archive} is damaged ({error}); get it again, or delete it, and the runs that are missing are trained"
+            f"{archive} is damaged ({error}); get it again, or delete it to train the missing runs"
         ) from None

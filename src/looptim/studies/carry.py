@@ -1,4 +1,4 @@
-"""Presets of one's own in worker processes: they travel as values, whatever script, notebook or file they are from."""
+"""Presets of one's own in worker processes: they travel as values, from whatever script, notebook or file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def without_main(spawn: Callable[P, T]) -> Callable[P, T]:
-    """`spawn`, in whose processes the caller's script is not run again, which would start the study in each of them."""
+    """With `spawn`, processes do not run the caller's script again, which would start the study in each of them."""
 
     def hidden(*args: P.args, **kwargs: P.kwargs) -> T:
         main = sys.modules["__main__"]
@@ -32,22 +32,24 @@ def without_main(spawn: Callable[P, T]) -> Callable[P, T]:
 
 
 def pack(names: Iterable[str]) -> bytes:
-    """The presets of these names, and all others that the user has entered, since one may build on another."""
+    """Pack the presets of these names and all others the user registered, since one may build on another."""
     own = {name: preset_of(name) for name in dict.fromkeys([*names, *PRESETS]) if code_of(name) is not None}
     with ExitStack() as stack:
         for module in filter(None, (sys.modules.get(preset.__module__) for preset in own.values())):
-            # A file that was given by its path cannot be imported by a name.
+            # A module loaded from a file path cannot be imported by name.
             if "." not in module.__name__ and PathFinder.find_spec(module.__name__) is None:
                 stack.enter_context(_by_value(module))
         try:
             return cloudpickle.dumps({name: (preset, code_of(name)) for name, preset in own.items()})
         except Exception as error:
-            # What cannot be pickled raises whatever comes.
-            raise ValueError(f"the presets {', '.join(own)} cannot be sent to workers ({error}); mend that") from error
+            # Objects that cannot be pickled raise all kinds of errors.
+            raise ValueError(
+                f"the presets {', '.join(own)} cannot be sent to workers ({error}); remove what cannot be pickled"
+            ) from error
 
 
 def unpack(packed: bytes) -> None:
-    """Enter what `pack` has packed, under the hashes it had there."""
+    """Register what `pack` has packed, under the original hashes."""
     try:
         for name, (preset, code) in cloudpickle.loads(packed).items():
             PRESETS.enter(name, preset, code)

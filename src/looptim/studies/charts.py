@@ -1,4 +1,4 @@
-"""What the page of a study shows: the seeds of every variant over training, and the differences between variants."""
+"""Charts of a study's page: the seeds of every variant over training, and the differences between variants."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def first_of(outcome: Outcome) -> Run:
 
 
 def groups(plan: Plan, done: Sequence[Outcome]) -> list[Group]:
-    """The variants that have runs; looks are given to all at once, so that none changes when another is done."""
+    """The variants that have runs. Looks are assigned to all variants at once, so they stay the same as runs finish."""
     variants = plan.study.variants
     styles = dict(zip(variants, styles_of([variant.preset for variant in variants.values()]), strict=True))
     return [Group(each.variant, styles[each.variant], first_of(each).bits_per_byte) for each in done]
 
 
 def charts(plan: Plan, done: Sequence[Outcome]) -> list[Chart]:
-    """Every chart for which there are numbers; the first is the loss."""
+    """Every chart that has numbers; the loss comes first."""
     reference = next((outcome.runs for outcome in done if outcome.variant == plan.study.reference), {})
     made = [
         _loss(done),
@@ -67,7 +67,7 @@ def _minus(done: Sequence[Outcome], reference: Mapping[int, Run], name: str) -> 
 
 
 def _depths(plan: Plan, done: Sequence[Outcome]) -> list[Chart]:
-    """By every measure, over the number of loops that models were trained with."""
+    """Every measure over the number of loops that models were trained with."""
     made = []
     for measure in (each for each in MEASURES if any(each.of(outcome) for outcome in done)):
         lines = []
@@ -81,13 +81,13 @@ def _depths(plan: Plan, done: Sequence[Outcome]) -> list[Chart]:
 
 
 def _growth(done: Sequence[Outcome]) -> list[Chart]:
-    """The state's RMS from loop to loop, relative to its start: before training, and after it."""
+    """The state's RMS from loop to loop, relative to its start, before and after training."""
     made = []
     for title, line in (("before training", 0), ("after training", -1)):
         lines = []
         for group, outcome in enumerate(done):
             place = 0
-            # Every looped segment has a line of its own, one after the other.
+            # Every looped segment has its own line, one after another.
             for segment, runs in enumerate(zip(*(growth(run) for run in outcome.runs.values()), strict=True), 1):
                 columns = np.stack([run[line] for run in runs]).T
                 points = [(place + loop, estimate(column.tolist())) for loop, column in enumerate(columns)]
@@ -100,7 +100,7 @@ def _growth(done: Sequence[Outcome]) -> list[Chart]:
 
 
 def _intervals(group: int, part: str, points: Sequence[tuple[float, Estimate | None]]) -> list[Line]:
-    """A line of means with their intervals, where there are any."""
+    """A line of means with their intervals, if there are any."""
     known = [(place, value) for place, value in points if value is not None]
     x, y = [place for place, _ in known], [value.mean for _, value in known]
     half = None if any(value.half is None for _, value in known) else [value.half for _, value in known]
@@ -126,7 +126,7 @@ def with_running(page: Page, running: Mapping[str, Run], *, watch: float) -> Pag
 
 
 def forests(done: Sequence[Outcome], compared: Sequence[Comparison], reference: str) -> list[dict[str, Any]]:
-    """Every variant minus the reference by every measure, with its interval and every seed."""
+    """Every variant minus the reference in every measure, with interval and single seeds."""
     places = {outcome.variant: group for group, outcome in enumerate(done)}
     made = []
     for each in compared:

@@ -33,12 +33,12 @@ Styles = Mapping[str, dict[str, Any]]
 
 
 def draw(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison]) -> list[Picture]:
-    """Every figure for which there are numbers."""
+    """Every figure that has numbers."""
     done = [outcome for outcome in found if outcome.runs]
     reference = next((outcome for outcome in done if outcome.variant == plan.study.reference), None)
     if not done:
         return []
-    # Looks are given to all variants at once, so that none changes when another is done.
+    # Looks are assigned to all variants at once, so they stay the same as runs finish.
     variants = plan.study.variants
     styles = dict(zip(variants, styles_of([variant.preset for variant in variants.values()]), strict=True))
     drawn = [
@@ -97,7 +97,7 @@ def _band(axes: Axes, curves: Sequence[Curve], style: Mapping[str, Any]) -> None
 
 
 def _trim(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Scale for all but the first tenth, whose fall would flatten everything after it."""
+    """Scale the axis for all but the first tenth of training, whose fall would flatten the rest."""
     kept = [values[len(values) // 10 :] for _, values in curves]
     low, high = min(float(v.min()) for v in kept), max(float(v.max()) for v in kept)
     room = 0.08 * (high - low) or 1.0
@@ -105,7 +105,7 @@ def _trim(axes: Axes, curves: Sequence[Curve]) -> None:
 
 
 def _difference(compared: Sequence[Comparison], reference: str, styles: Styles) -> Picture | None:
-    """Every variant minus the reference by every measure, with its interval and every seed."""
+    """Every variant minus the reference in every measure, with interval and single seeds."""
     drawn = [(each, {name: v for name, v in each.to_reference.items() if v is not None}) for each in compared]
     drawn = [(each, values) for each, values in drawn if values]
     if not drawn:
@@ -134,7 +134,7 @@ def _difference(compared: Sequence[Comparison], reference: str, styles: Styles) 
 
 
 def by_depth(plan: Plan, done: Sequence[Outcome]) -> dict[str, list[tuple[int, Outcome]]]:
-    """The finished variants by transition, with their number of loops; none where no transition has several."""
+    """The finished variants by transition, with their number of loops; empty if no transition has several."""
     finished = {outcome.variant: outcome for outcome in done}
     lines: dict[str, list[tuple[int, Outcome]]] = {}
     for variant in plan.study.variants:
@@ -158,7 +158,7 @@ def _loops(plan: Plan, done: Sequence[Outcome]) -> Picture | None:
     styles = styles_of([name.partition(",")[0] for name in lines])
     for axes, measure in zip(grid, measures, strict=True):
         for index, (points, style) in enumerate(zip(lines.values(), styles, strict=True)):
-            # Variants stand side by side, since the intervals of one depth often overlap.
+            # Variants stand side by side, since the intervals at one depth often overlap.
             aside = 0.06 * (index - (len(lines) - 1) / 2)
             values = [(loops + aside, estimate(list(measure.of(outcome).values()))) for loops, outcome in points]
             _seeds(axes, values, style)
@@ -195,7 +195,7 @@ def _errorbars(axes: Axes, points: Sequence[tuple[float, Estimate | None]], styl
 
 
 def _state_norm(done: Sequence[Outcome], styles: Styles) -> Picture | None:
-    """The state's RMS from loop to loop, relative to its start: before training, and after it."""
+    """The state's RMS from loop to loop, relative to its start, before and after training."""
     looped = [outcome for outcome in done if growth(_first(outcome))]
     if not looped:
         return None
@@ -207,7 +207,7 @@ def _state_norm(done: Sequence[Outcome], styles: Styles) -> Picture | None:
         style = styles[outcome.variant]
         for axes, line in zip(grid, (0, -1), strict=True):
             place = 0
-            # Every looped segment has a line of its own, one after the other.
+            # Every looped segment has its own line, one after another.
             for runs in zip(*(growth(run) for run in outcome.runs.values()), strict=True):
                 norms = np.stack([run[line] for run in runs])
                 seen.append(norms.ravel())

@@ -1,4 +1,4 @@
-"""Running a grid: worker processes train what is not finished, the parent shows how far the whole is."""
+"""Running a grid: worker processes train what is unfinished, and the parent shows overall progress."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EXIT_WINDOWS = 128
 
 
 def task_of(config: Config) -> str | None:
-    """The synthetic task a run learns, which is then also measured by generation."""
+    """The synthetic task a run learns, which is then also scored by generation."""
     kind, _, name = config.data.source.partition(":")
     return name if kind == "synthetic" else None
 
@@ -46,7 +46,7 @@ def task_of(config: Config) -> str | None:
 def is_finished(cell: Cell, runs: Path) -> bool:
     """Whether a run has its last checkpoint and what is asked of it: exact match for a task, exits for their study.
 
-    One that came without checkpoints, out of the archive of a study, has its last validation.
+    A run restored from an archive has no checkpoints; its last validation counts.
     """
     run = RunDir(runs / cell.name)
     last = run.latest()
@@ -56,7 +56,7 @@ def is_finished(cell: Cell, runs: Path) -> bool:
 
 
 def divergence(cell: Cell, runs: Path) -> str | None:
-    """Why a run came to no end: it would each time, so that it is not tried again."""
+    """Why a run failed for good; it would fail every time, so it is not tried again."""
     file = RunDir(runs / cell.name).diverged_file
     return file.read_text() if file.is_file() else None
 
@@ -67,7 +67,7 @@ def is_settled(cell: Cell, runs: Path) -> bool:
 
 
 def answers_of(cell: Cell, runs: Path) -> Path | None:
-    """The file of a run that has its exact match, where it learns a task."""
+    """The file with a run's exact match, if it learns a task."""
     task, run = task_of(cell.config), RunDir(runs / cell.name)
     if task == "deref":
         return run.hops_file
@@ -81,7 +81,7 @@ def exits_of(cell: Cell, runs: Path) -> Path | None:
 
 @contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """Schedulers stop a job with SIGTERM, which would end the study and leave its runs without a checkpoint."""
+    """Schedulers stop a job with SIGTERM, which would kill the study and leave its runs without checkpoints."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -112,10 +112,10 @@ def run_grid(plan: Plan, runs: Path, *, jobs: int, progress: bool, tick: Callabl
             _follow(waiting, without_main(lambda cell: pool.submit(_run, cell, runs, presets)), meter, tick)
     except BrokenProcessPool:
         raise ValueError(
-            "a worker was killed, perhaps for want of memory; the same command continues, fewer --jobs need less"
+            "a worker was killed, perhaps for lack of memory; the same command continues, and fewer --jobs need less"
         ) from None
     except BaseException:
-        # After Ctrl-C or a failed run, the runs that are being trained beside it leave a checkpoint.
+        # After Ctrl-C or a failed run, the runs training beside it still write a checkpoint.
         stop.set()
         raise
     finally:
@@ -123,7 +123,7 @@ def run_grid(plan: Plan, runs: Path, *, jobs: int, progress: bool, tick: Callabl
 
 
 def _tidy(run: RunDir, config: Config) -> None:
-    """Clear away what a kill after the last checkpoint of a finished run left, unless another process is at it."""
+    """Delete what a kill after the last checkpoint left in a finished run, unless another process works on it."""
     if run.latest() is not None:
         with suppress(HeldError), run.claim():
             prune(run, keep_last=config.train.keep_last, keep_every=config.train.keep_every)
@@ -140,7 +140,8 @@ def _follow(
             try:
                 future.result()
             except HeldError:
-                # Another study that shares the run is at it, and what it does counts for us too: others come first.
+                # Another study is training this shared run, and its result counts for us too, so we do other runs
+                # first.
                 futures[submit(cell)] = cell
                 continue
             meter.finished(cell)
@@ -149,22 +150,23 @@ def _follow(
 
 
 _stop: Event
-"""Of a worker: set when its study stops."""
+"""An event in each worker that is set when its study stops."""
 
 
 def _start_worker(parent: int, threads: int, stop: Event) -> None:
     global _stop
     _stop = stop
     torch.set_num_threads(threads)
-    # Ctrl-C is for the study, which passes it on: a run asked twice would stop without a checkpoint.
+    # Ctrl-C is for the study, which passes it on; a run told twice would stop without a checkpoint.
     if hasattr(os, "setpgrp"):
         os.setpgrp()
-    # Between runs there is nothing to stop, and a worker that ends breaks the pool for the others.
+    # Between runs there is nothing to stop, and a worker that exits breaks the pool for the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
         asked = False
-        # A worker whose study was killed would go on holding its run; checkpoints are written whole, so it may just go.
+        # A worker whose study was killed would keep holding its run. Checkpoints are written whole, so it may just
+        # exit.
         while os.getppid() == parent:
             if stop.is_set() and not asked:
                 asked = True
@@ -176,7 +178,7 @@ def _start_worker(parent: int, threads: int, stop: Event) -> None:
 
 
 def train_cell(cell: Cell, runs: Path) -> None:
-    """Train one run as far as it is not, and ask it its task. A run that diverges says so in a file of its own."""
+    """Train a run as far as it is unfinished, and score its task. A run that diverges records that in a file."""
     run = RunDir(runs / cell.name)
     try:
         train(cell.config, run.path, resume=True, progress=False)
@@ -191,7 +193,7 @@ def train_cell(cell: Cell, runs: Path) -> None:
 
 
 def _run(cell: Cell, runs: Path, presets: bytes) -> None:
-    """Train one run, and ask it its task. A HeldError if another study is at it."""
+    """Train a run, and score its task. A HeldError if another study is training it."""
     unpack(presets)
     if is_settled(cell, runs):
         # Another study that shares the run may have finished it since this one looked.
@@ -201,17 +203,17 @@ def _run(cell: Cell, runs: Path, presets: bytes) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if _stop.is_set():
             raise KeyboardInterrupt
-        # The lock is asked for before the data is opened, since a held run is asked for again and again.
+        # The lock is taken before the data is opened, since a held run is asked for again and again.
         with run.claim():
             pass
         train_cell(cell, runs)
     except HeldError:
-        # Where all that is left is held, a study should not spend its time on asking.
+        # If all remaining runs are held, a study should not spend its time on asking.
         time.sleep(2)
         raise
     except KeyboardInterrupt:
         if not _stop.is_set():
-            # A broken pool waits for its workers to end; it does not need what this one would still do.
+            # A broken pool would wait for its workers, though their work is no longer needed.
             os._exit(130)
         raise
     finally:
@@ -228,7 +230,7 @@ def _ask(task: str, run: RunDir) -> None:
 
 @final
 class Meter:
-    """How far the whole grid is, in FLOPs, since runs of different depth do not take equally long."""
+    """Progress of the whole grid in FLOPs, since runs of different depths do not take equally long."""
 
     def __init__(self, plan: Plan, waiting: list[Cell], runs: Path, *, show: bool):
         self.runs = runs

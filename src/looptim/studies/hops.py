@@ -1,4 +1,4 @@
-"""Chained assignments: what runs solve, by the hops that are needed and the loops that are run."""
+"""Chained assignments: what runs solve, by required hops and by loops run."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .spec import Plan
 from .tables import HALF_WIDTH
 
 SOLVED = 0.9
-"""The share of right answers from which on a number of hops counts as solved."""
+"""The share of right answers from which a number of hops counts as solved."""
 
 
 def hop_tables(plan: Plan, found: Sequence[Outcome]) -> list[Table]:
-    """The share of right answers by hops, as trained and with other numbers of loops; none for another task."""
+    """The share of right answers by hops, at the trained depth and at others; empty for other tasks."""
     done = [outcome for outcome in found if outcome.hops]
     if not done:
         return []
@@ -33,12 +33,12 @@ def hop_tables(plan: Plan, found: Sequence[Outcome]) -> list[Table]:
 
 
 def loops_of(plan: Plan, variant: str) -> int:
-    """How many loops a variant is trained with: 1 where it is not looped."""
+    """The number of loops a variant is trained with; 1 if it is not looped."""
     return next((s.loops for s in plan.config(variant).model.segments if s.loops is not None), 1)
 
 
 def shares(plan: Plan, outcome: Outcome, loops: int | None = None) -> np.ndarray | None:
-    """Right answers by hops, a row per seed, at the trained depth or another; None where that was not asked."""
+    """Right answers by hops, one row per seed, at the trained depth or another; None if that was not measured."""
     key = str(loops_of(plan, outcome.variant) if loops is None else loops)
     rows = [seed[key] for seed in outcome.hops.values() if key in seed]
     return np.array(rows) if rows else None
@@ -77,7 +77,7 @@ def _time_to_solve(plan: Plan, outcome: Outcome) -> tuple[Cell, Cell]:
 
 
 def _updates_to_solve(run: Run, loops: int) -> float:
-    """The first validation at which enough of the answers within reach, of 1 to `loops` hops, are right."""
+    """The first validation at which enough answers within reach, of 1 to `loops` hops, are right."""
     seen = ((line["step"], line["valid_accuracy"][1 : loops + 1]) for line in run.lines if "valid_accuracy" in line)
     return next((step for step, right in seen if sum(right) >= SOLVED * len(right)), math.inf)
 
@@ -90,7 +90,7 @@ def _shortcuts(plan: Plan) -> dict[str, list[float]]:
 
 
 def _by_loops(plan: Plan, done: Sequence[Outcome]) -> list[Table]:
-    """How many hops are solved in a row with other numbers of loops than trained; none where none was tried."""
+    """The hops solved in a row with other numbers of loops than trained; empty if none were tried."""
     asked = sorted({int(loops) for outcome in done for seed in outcome.hops.values() for loops in seed})
     several = [outcome for outcome in done if any(len(seed) > 1 for seed in outcome.hops.values())]
     if not several:
@@ -116,7 +116,7 @@ def _reach(seen: np.ndarray | None) -> Cell:
 
 
 def hop_pictures(plan: Plan, found: Sequence[Outcome]) -> list[Picture]:
-    """Right answers by hops and loops, a panel for each transition, with the lines R and 2^R - 1."""
+    """Right answers by hops and loops, one panel per transition, with the lines R and 2^R - 1."""
     panels: dict[str, dict[int, np.ndarray]] = {}
     for outcome in found:
         seen = shares(plan, outcome)
@@ -134,7 +134,7 @@ def hop_pictures(plan: Plan, found: Sequence[Outcome]) -> list[Picture]:
         image = axes.imshow(np.stack([lines[r] for r in sorted(lines)]), vmin=0, vmax=1, cmap="viridis", aspect="auto")
         for row, loops in enumerate(sorted(lines)):
             for reach, color in ((loops, "white"), (2**loops - 1, "red")):
-                # A line stands behind the last number of hops that is within reach.
+                # The line is drawn after the last number of hops within reach.
                 axes.plot([reach + 0.5] * 2, [row - 0.5, row + 0.5], color=color, linewidth=1.6)
         axes.set_xlim(-0.5, len(next(iter(lines.values()))) - 0.5)
         axes.set_yticks(range(len(lines)), [f"x{r}" for r in sorted(lines)])
@@ -168,7 +168,7 @@ def hop_heats(plan: Plan, done: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def _family(variant: str) -> str:
-    """A variant without the number of its loops, as in `vanilla x4`.
+    """A variant's name without its number of loops, as in `vanilla x4`.
 
     >>> _family("vanilla x4")
     'vanilla'

@@ -1,4 +1,4 @@
-"""What a run is judged by, what the runs of a study say of that, and how steady training was."""
+"""What runs are judged by, what a study's runs show, and how steady training was."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .spec import Cell, Plan
 from .statistics import Estimate, Model, check, differences, estimate, fit, seeds_needed
 
 SPIKE = 0.3
-"""Nats by which a logged loss must exceed the mean of the ten before it to be called a spike."""
+"""A logged loss this many nats above the mean of the ten before it is called a spike."""
 
 LAST = 0.2
-"""The share of the updates, at the end, whose training loss is averaged."""
+"""The share of updates, at the end of training, over which the training loss is averaged."""
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Of one variant: its runs by seed, and what they measured."""
+    """The runs of one variant by seed, and their measurements."""
 
     variant: str
     runs: dict[int, Run]
@@ -38,9 +38,9 @@ class Outcome:
     loss: dict[int, float]
     """The last validation loss, in nats per token."""
     training_loss: dict[int, float]
-    """The mean over the last fifth of the updates, in nats per token; empty where text was seen before."""
+    """The mean over the last fifth of the updates, in nats per token; empty if any text repeats."""
     exact_match: dict[int, float]
-    """Shares, on the task the runs learn; empty on text."""
+    """Shares of right answers on the task that the runs learn; empty for text."""
     hops: dict[int, dict[str, list[float]]]
     """Of chained assignments: shares by loops, then by hops; empty elsewhere."""
     exits: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
@@ -52,16 +52,16 @@ class Measure(NamedTuple):
 
     key: str
     heading: str
-    """Of its column in a table."""
+    """The unit in its column of a table."""
     unit: str
     better: str
     of: Callable[[Outcome], Mapping[int, float]]
-    """Of every seed."""
+    """The value of every seed."""
     size: float
-    """A difference one would like to see."""
+    """A difference one would like to be able to detect."""
     form: str
     percent: bool = False
-    """Whether it is a share, from 0 to 1 in figures and files and in percent in tables."""
+    """Whether it is a share, printed from 0 to 1 in figures and files and as a percentage in tables."""
 
 
 MEASURES = (
@@ -91,22 +91,22 @@ MEASURES = (
 @final
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What the runs of a study say of the variants by one measure."""
+    """What the runs of a study show about the variants by one measure."""
 
     measure: Measure
     model: Model
     to_reference: dict[str, Estimate | None]
-    """Of every variant: the difference, with intervals that hold together."""
+    """The difference of every variant to the reference, with simultaneous intervals."""
     to_twin: dict[str, Estimate | None]
-    """The same for what variants are compared with besides, again with intervals that hold together."""
+    """The same for the other comparisons of variants, again with simultaneous intervals."""
 
     def seeds_needed(self, difference: float) -> int | None:
-        """To see a difference to the reference."""
+        """The number of seeds that would show a difference to the reference."""
         return seeds_needed(difference, self.model, max(1, len(self.model.table) - 1))
 
 
 def compare(plan: Plan, found: Sequence[Outcome]) -> list[Comparison]:
-    """The variants by every measure that there are numbers of."""
+    """The variants by every measure that has numbers."""
     twins = {name: variant.against for name, variant in plan.study.variants.items() if variant.against}
     made = []
     for measure in MEASURES:
@@ -122,7 +122,7 @@ def _minus(model: Model, against: Mapping[str, str]) -> dict[str, Estimate | Non
 
 
 def check_runs(plan: Plan, runs: Path, *, progress: bool) -> None:
-    """Open the data, if a run is missing, and look at the runs that are there, before hours go into others."""
+    """Open the data if a run is missing, and check existing runs, before hours go into others."""
     for cell in plan.cells:
         _check_config(cell, RunDir(runs / cell.name))
     if all(is_settled(cell, runs) for cell in plan.cells):
@@ -137,7 +137,7 @@ def check_runs(plan: Plan, runs: Path, *, progress: bool) -> None:
 
 
 def _check_config(cell: Cell, run: RunDir) -> None:
-    """That a run is of the config whose name it has: a default of looptim may have changed since."""
+    """Check that a run has the config that its name stands for; a default of looptim may have changed."""
     changes = difference(run.config(), cell.config) if run.config_file.is_file() else []
     if changes:
         raise ValueError(
@@ -146,7 +146,7 @@ def _check_config(cell: Cell, run: RunDir) -> None:
 
 
 def outcomes(plan: Plan, runs: Path, *, seen: Mapping[str, str] | None = None) -> list[Outcome]:
-    """Every variant's settled runs. That they are whole and all saw the same data, and that in `seen`, is checked."""
+    """The settled runs of every variant, checked to be complete and to have seen the same data as those in `seen`."""
     found = {name: Outcome(name, {}, {}, {}, {}, {}, {}) for name in plan.study.variants}
     seen = dict(seen or {})
     for cell in plan.cells:
@@ -166,9 +166,7 @@ def outcomes(plan: Plan, runs: Path, *, seen: Mapping[str, str] | None = None) -
             asked = exits_of(cell, runs)
             exits = None if asked is None else json.loads(asked.read_text())
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"the run {runs / cell.name} is damaged ({error}); delete it, and the same command trains it again"
-            ) from None
+            raise ValueError(f"the run {runs / cell.name} is damaged ({error}); delete it to train it again") from None
         seen.setdefault(_name(data), f"the run {cell.name}")
         loss = float(run.column("valid_loss")[1][-1])
         if not math.isfinite(loss):
@@ -204,14 +202,14 @@ def running(plan: Plan, runs: Path) -> dict[str, Run]:
 
 
 def _name(data: Mapping[str, Any]) -> str:
-    """What tells one text from another, as a key."""
+    """What distinguishes one text from another, as a key."""
     return json.dumps(text_of(data), sort_keys=True)
 
 
 def is_fresh(cell: Cell, data: Mapping[str, Any]) -> bool:
-    """Whether every batch of a run was text it had not seen: less than an epoch of a text, at the depth of the layout.
+    """Whether every batch of a run was unseen text: less than an epoch, at the depth of the layout.
 
-    Of a task that is drawn without end nothing is said: its problems may repeat.
+    An endless task counts as no, since its problems may repeat.
     """
     settings, tokens = cell.config.train, data.get("train_tokens", 0)
     windows = (tokens - 1) // settings.seq_len
@@ -219,16 +217,16 @@ def is_fresh(cell: Cell, data: Mapping[str, Any]) -> bool:
 
 
 def training_loss(run: Run, steps: int) -> float:
-    """The prequential loss at the end of a run: the plain mean of the losses logged in the last fifth of the updates.
+    """The prequential loss at the end of a run: the mean of the losses logged in the last fifth of the updates.
 
-    The loss of an update is that of its batch before the weights have moved. On text that is seen once every batch is
-    held-out text, far more of it than a validation reads, and the same for all variants of a seed.
+    The loss of an update is measured before the weights move. If text is seen only once, every batch is held-out text,
+    far more than a validation reads, and the same for all variants of a seed.
     """
     return float(np.mean([line["loss"] for line in run.lines if "loss" in line and line["step"] > (1 - LAST) * steps]))
 
 
 def _read(cell: Cell, runs: Path) -> Run:
-    """A finished run with all of its metrics, which, unlike its checkpoint, a power cut may have shortened."""
+    """A finished run with all its metrics; unlike its checkpoint, these may be cut short by a power loss."""
     run, settings = RunDir(runs / cell.name).read(f"{cell.variant}, seed {cell.seed}"), cell.config.train
     logged = [line["step"] for line in run.lines if "loss" in line]
     validated = [line["step"] for line in run.lines if "valid_loss" in line]
@@ -245,7 +243,7 @@ def _answers(cell: Cell, runs: Path) -> dict[str, Any] | None:
 
 
 def spikes(run: Run) -> int:
-    """Losses that stand out of the ten logged before them."""
+    """The number of losses that stand out from the ten logged before them."""
     loss = run.column("loss")[1]
     if len(loss) <= 10:
         return 0
@@ -254,7 +252,7 @@ def spikes(run: Run) -> int:
 
 
 def growth(run: Run) -> list[NDArray]:
-    """The state's RMS over that before the first loop: for each looped segment, a row per validation."""
+    """The state's RMS relative to that before the first loop: per looped segment, one row per validation."""
     _, norms = run.columns("state_norm")
     if not norms.size:
         return []
@@ -263,16 +261,16 @@ def growth(run: Run) -> list[NDArray]:
 
 
 def state_growth(run: Run) -> tuple[float, float] | None:
-    """What the state has grown to after the last loop: before training, and after it.
+    """The growth of the state up to the last loop, before and after training.
 
-    Of several looped segments, that of the one that grows most.
+    With several looped segments, that of the one that grows most.
     """
     last = [part[:, -1] for part in growth(run)]
     return (float(max(g[0] for g in last)), float(max(g[-1] for g in last))) if last else None
 
 
 def stability(outcome: Outcome) -> dict[str, Estimate | None]:
-    """Means over the seeds of what tells how steady training was."""
+    """Means over seeds of the numbers that tell how steady training was."""
     runs = list(outcome.runs.values())
     grown = [pair for run in runs if (pair := state_growth(run)) is not None]
     norms = [run.column("grad_norm")[1] for run in runs]
@@ -286,7 +284,7 @@ def stability(outcome: Outcome) -> dict[str, Estimate | None]:
 
 
 def data_of(found: Sequence[Outcome]) -> dict[str, Any]:
-    """The fingerprint of the text all runs have seen; an empty one where there are none."""
+    """The fingerprint of the text that all runs have seen; empty if there are no runs."""
     return next((run.environment["data"] for outcome in found for run in outcome.runs.values()), {})
 
 

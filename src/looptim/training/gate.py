@@ -79,7 +79,7 @@ def recorded_code(folder: RunDir) -> dict[str, Any]:
     try:
         record = dict(json.loads(file.read_text())) if file.is_file() else {}
     except (ValueError, TypeError, RecursionError):
-        raise ValueError(f"{file} is damaged; bring it back from a copy, or delete it") from None
+        raise ValueError(f"{file} is damaged; restore it from a copy, or delete it") from None
     return {key: record[key] for key in ("code", "numerics") if key in record}
 
 
