@@ -98,7 +98,7 @@ def test_a_mistake_in_the_recipe_is_said_once(tmp_path):
     assert done.stderr.count("unknown key 'stepz'") == 1
     done = run_training(2, recipe, tmp_path / "run", "--set", "parallel.replicate=3")
     assert done.returncode != 0
-    assert done.stderr.count("parallel.replicate (3) does not make 2 processes") == 1
+    assert done.stderr.count("parallel.replicate (3) does not multiply to 2 processes") == 1
     assert not (tmp_path / "run").exists()
 
 

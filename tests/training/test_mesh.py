@@ -104,8 +104,8 @@ def test_a_mesh_gives_the_losses_of_one_process_and_its_checkpoints_go_anywhere(
 @pytest.mark.parametrize(
     ("keys", "processes", "message"),
     [
-        ({"replicate": 3}, 8, r"parallel.replicate \(3\) does not make 8 processes"),
-        ({"replicate": 2, "shard": 2}, 8, r"parallel.replicate \(2\) x shard \(2\) does not make 8 processes"),
+        ({"replicate": 3}, 8, r"parallel.replicate \(3\) does not multiply to 8 processes"),
+        ({"replicate": 2, "shard": 2}, 8, r"parallel.replicate \(2\) x shard \(2\) does not multiply to 8 processes"),
         ({"expert": 2}, 1, r"parallel.expert \(2\) must divide the 1 processes"),
         ({"replicate": 2, "expert": 8}, 8, r"parallel.expert \(8\) must divide the 4 processes"),
     ],

@@ -74,7 +74,7 @@ def test_a_lost_process_is_one_sentence(tmp_path):
     began = time.monotonic()
     lost = start(2, tmp_path, tmp_path / "lost", rank=1, number=1)
     assert lost.returncode != 0 and time.monotonic() - began < 60
-    assert lost.stderr.count("one of 2 processes has gone, so all stop") == 1, lost.stderr
+    assert lost.stderr.count("one of 2 processes has disappeared, so all stop") == 1, lost.stderr
     assert lost.stderr.count("looptim: ") == 1
 
 
@@ -146,7 +146,7 @@ def test_sigterm_saves_within_its_time_or_says_that_it_cannot(tmp_path, case):
         assert latest == "step_000004" and "KeyboardInterrupt" in said
     else:
         assert latest == "step_000003" and process.returncode == 1
-        assert "the update in hand did not end within 2 s of SIGTERM and is not saved; --resume continues" in said
+        assert "the current update did not end within 2 s of SIGTERM and is not saved; --resume continues" in said
 
 
 @pytest.mark.slow

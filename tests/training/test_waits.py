@@ -178,4 +178,4 @@ def test_a_run_with_a_skipped_update_goes_on_and_says_so(tmp_path, monkeypatch, 
         (2, True, 1),
         (4, False, None),
     ]
-    assert "step 2: 1 updates were not finite, and were skipped" in capfd.readouterr().err
+    assert "step 2: 1 updates were not finite and were skipped" in capfd.readouterr().err

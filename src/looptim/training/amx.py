@@ -1,4 +1,4 @@
-"""A guard for CPUs that advertise AMX without granting it, where the first bf16 matmul kills the process."""
+"""A guard for CPUs that advertise AMX without permitting it, where the first bf16 matmul kills the process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROBE = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); (a @ a).sum
 
 
 def guard_bf16() -> None:
-    """Keep oneDNN away from AMX where using it dies; to be called before torch's first operation.
+    """Keep oneDNN from using AMX if that kills the process; call this before torch's first operation.
 
     oneDNN reads the variable once. Where AMX works it is left alone, since bf16 without it is ten times slower.
     """
@@ -31,16 +31,16 @@ def _advertises_amx() -> bool:
 
 
 def _amx_works() -> bool:
-    """Try a bf16 matmul in another process, once per machine and boot."""
+    """Try a bf16 matmul in a separate process, once per machine and boot."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     identity = boot.read_text().strip() if boot.is_file() else "unknown"
     answer = Path(os.environ.get("LOOPTIM_CACHE") or "~/.cache/looptim").expanduser() / f"amx-{identity}"
     if answer.is_file():
         return answer.read_text() == "works"
     status = subprocess.run([sys.executable, "-c", PROBE], capture_output=True).returncode
-    # AMX that is not granted ends in a signal; any other failure, such as want of memory, says nothing about AMX.
+    # Forbidden AMX ends in a signal; any other failure, such as a lack of memory, says nothing about AMX.
     if status <= 0:
-        # A read-only home costs a probe per run, no more.
+        # With a read-only home, this costs one probe per run and nothing else.
         with contextlib.suppress(OSError):
             write_whole(answer, "works" if status == 0 else "dies")
     return status == 0

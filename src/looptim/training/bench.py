@@ -102,7 +102,7 @@ def _row(name: str, times: list[dict[str, float]], counts: Mapping[str, Count], 
 
 
 def form(model: LoopedLM) -> str:
-    """How the transitions of a model run: fused, compiled or readable."""
+    """The form in which a model's transitions run: fused, compiled or readable."""
     return ", ".join(dict.fromkeys(cast(Loop, loop).form for loop in model.loops))
 
 
@@ -121,7 +121,7 @@ def _with_preset(config: Config, name: str) -> Config:
 
 
 def _models(configs: Mapping[str, Config], device: torch.device) -> dict[str, LoopedLM]:
-    """A model per transition around the very same blocks, which are held, and compiled, once."""
+    """One model per transition around the very same blocks, which are kept and compiled once."""
     models: dict[str, LoopedLM] = {}
     shared = LoopedLM(configs["vanilla"].model, seed=0)
     if configs["vanilla"].train.compile:
@@ -141,7 +141,7 @@ def _models(configs: Mapping[str, Config], device: torch.device) -> dict[str, Lo
 
 
 def rounds(variants: Mapping[str, Callable[[], Any]], repeats: int, device: str) -> list[dict[str, float]]:
-    """The seconds of each variant in each of `repeats` rounds, after one round to warm up."""
+    """The seconds of each variant in each of `repeats` rounds, after a warm-up round."""
     for run in variants.values():
         _seconds(run, device)
     times = []
@@ -167,7 +167,7 @@ def _seconds(run: Callable[[], Any], device: str) -> float:
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """The quartiles of some values, the median in the middle."""
+    """The quartiles of some values, with the median in the middle."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     return cast(tuple[float, float, float], tuple(statistics.quantiles(values, n=4, method="inclusive")))

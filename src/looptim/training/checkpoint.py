@@ -1,4 +1,4 @@
-"""The weights and the optimizer's state of a run, saved and loaded by however many processes."""
+"""The weights and optimizer state of a run, saved and loaded by any number of processes."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from .optim import MuonAdamW
 from .pickled import PICKLE, PickledReader
 from .storage import TensorReader, TensorWriter, check_digests, read_digests
 
-# A single process is what we want, and DCP would warn of it at every save and load.
+# A single process is intended, but DCP would warn about it at every save and load.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
 def save(run: RunDir, step: int, model: LoopedLM, optimizer: MuonAdamW, record: dict[str, Any], world: World) -> Path:
-    """Write the checkpoint of `step` (updates done), so that a crash at any instant leaves it whole or not there."""
+    """Write the checkpoint of `step` (the updates done); after a crash at any instant it is complete or absent."""
     return write(run, step, tensors_of(model, optimizer), record, world)
 
 
 def write(run: RunDir, step: int, tensors: dict[str, Tensor], record: dict[str, Any], world: World) -> Path:
-    """The same for tensors that are given, by processes that wait for each other where `world` says."""
+    """The same for given tensors, by processes that wait for each other through `world`."""
     final = run.checkpoint(step)
-    # All processes write into one folder; only one run at a time writes here.
+    # All processes write into one folder, and only one run at a time writes here.
     aside = final.with_name(f".{final.name}.partial")
     writer = TensorWriter(aside, {RECORD: json.dumps({**record, "step": step}, indent=2)})
     try:
@@ -46,14 +46,14 @@ def write(run: RunDir, step: int, tensors: dict[str, Tensor], record: dict[str, 
         if isinstance(_inner(error), KeyboardInterrupt):
             raise KeyboardInterrupt from None
         raise ValueError(
-            f"could not write the checkpoint of step {step} to {final.parent}: {_cause(error)}; free some space, and --resume"
+            f"could not write the checkpoint of step {step} to {final.parent}: {_cause(error)}; free space, and --resume"
         ) from error
     world.wait()
     return final
 
 
 def load_latest(run: RunDir, model: LoopedLM, optimizer: MuonAdamW | None, world: World) -> dict[str, Any] | None:
-    """Load the newest checkpoint that is not damaged, after saying which are; its record, None where there is none."""
+    """Load the newest undamaged checkpoint, after naming the damaged ones; returns its record, or None."""
     paths = run.checkpoints()[::-1]
     for path, before in zip(paths, [*paths[1:], None], strict=False):
         try:
@@ -67,7 +67,7 @@ def load_latest(run: RunDir, model: LoopedLM, optimizer: MuonAdamW | None, world
 
 
 def load(path: Path, model: LoopedLM, optimizer: MuonAdamW | None, world: World) -> dict[str, Any]:
-    """Fill the model, and the optimizer if given, from a checkpoint, however many processes wrote it."""
+    """Fill the model, and the optimizer if given, from a checkpoint that any number of processes wrote."""
     target = tensors_of(model, optimizer)
     old = (path / PICKLE).is_file()
     reader = PickledReader(path) if old else TensorReader(path)
@@ -87,7 +87,7 @@ def load(path: Path, model: LoopedLM, optimizer: MuonAdamW | None, world: World)
 
 
 def tensors_of(model: LoopedLM, optimizer: MuonAdamW | None) -> dict[str, Tensor]:
-    """All that a checkpoint holds, by name: written from here, and read into it. Settings are the config's."""
+    """All tensors of a checkpoint by name, for writing and for reading. Settings come from the config."""
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     if optimizer is not None:
         optimizer.prepare()
@@ -98,7 +98,7 @@ def tensors_of(model: LoopedLM, optimizer: MuonAdamW | None) -> dict[str, Tensor
 
 
 def _problem(path: Path, *, weights_only: bool, world: World) -> str | None:
-    """What is wrong with the files of a checkpoint, of which every process reads its share."""
+    """What is wrong with the files of a checkpoint; every process checks its share of them."""
     try:
         names = [name for name in sorted(read_digests(path)) if not (weights_only and name.startswith("optimizer"))]
         check_digests(path, names[world.rank :: world.size])
@@ -109,24 +109,24 @@ def _problem(path: Path, *, weights_only: bool, world: World) -> str | None:
 
 
 def _check_names(path: Path, reader: StorageReader, target: dict[str, Tensor]) -> None:
-    """That a checkpoint has the tensors that are asked for and, of a model, no others."""
+    """Check that a checkpoint has all the requested tensors and no other tensors of the model."""
     try:
         there = reader.read_metadata().state_dict_metadata.keys()
     except Exception as error:
-        # What can be in a file that somebody else wrote has no end.
+        # A file that somebody else wrote may contain anything.
         raise DamagedError(path, _cause(error)) from error
     for which, names in (
         ("has no", target.keys() - there),
-        ("has, beyond it,", {name for name in there - target.keys() if name.startswith("model.")}),
+        ("also has", {name for name in there - target.keys() if name.startswith("model.")}),
     ):
         if names:
             raise ValueError(f"checkpoint {path} does not fit the model of this config: it {which} {min(names)}")
 
 
 def prune(run: RunDir, *, keep_last: int, keep_every: int | None, step: int | None = None) -> None:
-    """Delete what killed processes left, and all checkpoints but the newest `keep_last` and multiples of `keep_every`.
+    """Delete leftovers of killed processes, and checkpoints but the newest `keep_last` and multiples of `keep_every`.
 
-    Only who holds the run may. Checkpoints beyond `step`, where a training is, are of a future it did not go on from.
+    Only the holder of the run may do this. Checkpoints after `step`, the current one, belong to an abandoned future.
     """
     sweep(run.path)
     for leftover in run.checkpoint(0).parent.glob(".step_*.partial"):
@@ -138,7 +138,7 @@ def prune(run: RunDir, *, keep_last: int, keep_every: int | None, step: int | No
 
 
 def _inner(error: BaseException) -> BaseException:
-    """What really went wrong, below what DCP wraps around it."""
+    """The actual cause, below the errors that DCP wraps around it."""
     failures = getattr(error, "failures", None)
     return next(iter(failures.values()))[0] if failures else error
 

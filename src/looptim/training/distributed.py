@@ -1,4 +1,4 @@
-"""One process or many: who this one is, and what all of them do together."""
+"""One process or many: the identity of this process, and what all of them do together."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from torch import Tensor
 T = TypeVar("T")
 
 PATIENCE = datetime.timedelta(days=1)
-"""How long processes wait for what one of them does with files: a corpus is packed for hours."""
+"""How long processes wait while one of them works on files; packing a corpus takes hours."""
 
 CONNECT = datetime.timedelta(minutes=3)
 """How long processes wait for each other at the start; rarely, torch's own connecting hangs after a restart."""
 
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited", "Timed out")
-"""What torch says, among other things, where another process has gone."""
+"""Parts of torch's messages when another process has disappeared."""
 
 
 class ElsewhereError(ValueError):
-    """What the first process failed at, on the others; it is the one to speak."""
+    """Raised on the other processes when the first one failed; the first one reports the cause."""
 
 
 @final
@@ -39,11 +39,11 @@ class World:
     size: int
     device: torch.device
     waiting: dist.ProcessGroup | None = None
-    """A group of its own to wait in: the one that computes gives up after minutes, as it should."""
+    """A separate group to wait in, since the group that computes should give up after minutes."""
 
     @property
     def first(self) -> bool:
-        """Whether this process does what only one may: write logs, show progress."""
+        """Whether this process does what only one may do, such as writing logs and showing progress."""
         return self.rank == 0
 
     def rows(self, batch_size: int) -> slice:
@@ -63,7 +63,7 @@ class World:
         return value
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so on any process; hosts ask each other, and no device is waited for."""
+        """Whether it is true on any process; the hosts ask each other without waiting for a device."""
         if self.size == 1:
             return flag
         flags = torch.tensor(int(flag))
@@ -71,7 +71,7 @@ class World:
         return bool(flags)
 
     def gather(self, value: T) -> list[T]:
-        """What every process gives, in their order."""
+        """The values of all processes, in order."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -79,12 +79,12 @@ class World:
         return values
 
     def wait(self) -> None:
-        """Until all processes are here."""
+        """Wait until all processes are here."""
         if self.size > 1:
             dist.barrier(self.waiting)
 
     def first_does(self, action: Callable[[], T]) -> T | None:
-        """What the first process gets from `action`, for which the others wait, and fail where it fails."""
+        """The result of `action` on the first process; the others wait for it, and fail if it fails."""
         result, error = None, None
         if self.first:
             try:
@@ -101,7 +101,7 @@ class World:
         return result
 
     def all_do(self, action: Callable[[], T]) -> T:
-        """What this process gets from `action`; where it fails on one of them, all fail, and the first such speaks."""
+        """The result of `action` on this process. If it fails on any, all fail, and the first of those reports it."""
         result, error = None, None
         try:
             result = action()
@@ -117,15 +117,15 @@ class World:
 
 
 def is_lost(error: Exception, world: World) -> bool:
-    """Whether an error says that another process has gone."""
+    """Whether an error means that another process has disappeared."""
     return world.size > 1 and isinstance(error, RuntimeError) and any(text in str(error) for text in LOST)
 
 
 def gone(world: World, out: Any) -> ValueError:
-    """What to raise where another process has gone: one of those that are left speaks for all."""
-    said = f"one of {world.size} processes has gone, so all stop; the same command with --resume continues {out}"
+    """The error to raise when another process has disappeared; one of the remaining processes reports it."""
+    said = f"one of {world.size} processes has disappeared, so all stop; the same command with --resume continues {out}"
     try:
-        # torchrun keeps the store, whichever process is lost.
+        # torchrun keeps the store alive, whichever process is lost.
         first = dist.distributed_c10d._get_default_store().add("gone", 1) == 1
     except (RuntimeError, ValueError):
         first = True
@@ -143,7 +143,7 @@ def start() -> World:
         gpus = torch.cuda.device_count()
         local = int(os.environ.get("LOCAL_RANK", int(os.environ.get("RANK", "0")) % gpus))
         if local >= gpus:
-            raise ValueError(f"process {local + 1} of this node has no GPU, there are {gpus}; start no more than that")
+            raise ValueError(f"process {local + 1} of this node has no GPU; start at most {gpus} processes per node")
         torch.cuda.set_device(local)
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     if not dist.is_initialized():

@@ -1,4 +1,4 @@
-"""Whether this machine can do what looptim does on it: the first things to try, each with what it must find."""
+"""Whether this machine can run looptim: the first things to try, each with the result to expect."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .train import train
 
 
 class Skip(Exception):  # noqa: N818
-    """What this machine has nothing to try it on."""
+    """Raised by a check that this machine has no hardware for."""
 
 
 class Finding(NamedTuple):
@@ -40,14 +40,14 @@ class Finding(NamedTuple):
 
 
 def examine() -> Iterator[Finding]:
-    """Every check, one after the other; none stops the others."""
+    """Run every check, one after another; a failing check does not stop the others."""
     for name, check in CHECKS.items():
         try:
             yield Finding(name, True, check())
         except Skip as reason:
             yield Finding(name, None, str(reason))
         except Exception as error:
-            # Whatever fails here is what the doctor is asked about.
+            # Any failure here is a finding, not a crash.
             yield Finding(name, False, f"{type(error).__name__}: {error}".splitlines()[0])
 
 
@@ -72,7 +72,7 @@ def versions() -> str:
 
 
 def matmul() -> str:
-    """The speed that utilization is a share of."""
+    """The peak speed that utilization refers to."""
     if not torch.cuda.is_available():
         guard_bf16()
     speeds = {dtype: gemm_peak(_device(), dtype) for dtype in ("fp32", "bf16")}
@@ -81,7 +81,7 @@ def matmul() -> str:
 
 
 def attention() -> str:
-    """Windows and documents against a mask that is written out."""
+    """Attention with windows and documents against an explicit mask."""
     device = _device()
     q, k, v = torch.randn(3, 2, 4, 192, 32, device=device).unbind()
     documents = (torch.arange(192, device=device) // 70).expand(2, -1)
@@ -98,7 +98,7 @@ def attention() -> str:
 
 
 def experts() -> str:
-    """Tokens sorted by expert against one expert after the other."""
+    """Grouped experts against a plain loop over experts."""
     device = _device()
     part = Experts(64, experts=8, hidden=32).to(device)
     x, weights = torch.randn(256, 64, device=device), torch.rand(256, 2, device=device)
@@ -110,8 +110,8 @@ def experts() -> str:
             share = (weights * (chosen == number)).sum(1, keepdim=True)
             expected += share * (F.silu(x @ part.gate[number].T) * (x @ part.up[number].T)) @ part.down[number].T
     error = ((found - expected).norm() / expected.norm()).item()
-    _must(error < 2e-2, f"experts differ from one after the other by {error:.2g}")
-    return f"experts are one after the other to {error:.1g}"
+    _must(error < 2e-2, f"grouped experts differ from a plain loop by {error:.2g}")
+    return f"grouped experts equal a plain loop to {error:.1g}"
 
 
 def _recipe(**changes: Any) -> Config:
@@ -130,7 +130,7 @@ def _losses(run: Path) -> list[float]:
 
 
 def training() -> str:
-    """Six updates; a run that was cut has the losses of one that was not."""
+    """Six updates; an interrupted and resumed run has the same losses."""
     with tempfile.TemporaryDirectory() as folder:
         whole = _losses(train(_recipe(), Path(folder, "whole"), progress=False))
         train(_recipe(), Path(folder, "cut"), progress=False)
@@ -138,7 +138,7 @@ def training() -> str:
             (checkpoint / "checkpoint.json").unlink()
         again = _losses(train(_recipe(), Path(folder, "cut"), resume=True, progress=False))
     worst = max(abs(a - b) for a, b in zip(whole, again, strict=True))
-    _must(whole[-1] < whole[0] and worst < 1e-3, f"losses {whole}, after a cut {again}")
+    _must(whole[-1] < whole[0] and worst < 1e-3, f"losses {whole}, but {again} after an interruption")
     return f"loss {whole[0]:.3f} to {whole[-1]:.3f} in six updates; resumed, it differs by {worst:.1g}"
 
 
@@ -152,7 +152,7 @@ def mixed_precision() -> str:
 
 
 def compiling() -> str:
-    """A compiled model has the loss and the gradient of one that is not."""
+    """A compiled model has the same loss and gradient as an uncompiled one."""
     _need_gpu()
     config = _recipe()
     tokens = torch.randint(0, 256, (4, 32), device="cuda")
@@ -171,7 +171,7 @@ def compiling() -> str:
 
 
 def waiting() -> str:
-    """An update makes the host wait for nothing, as CUDA itself sees it."""
+    """CUDA itself confirms that an update never makes the host wait."""
     _need_gpu()
     from ..data import open_data
 
@@ -190,7 +190,7 @@ def waiting() -> str:
 
 
 def processes() -> str:
-    """Two processes have the losses of one: over NCCL on two GPUs, over gloo without any."""
+    """Two processes have the losses of one, over NCCL on two GPUs or over gloo without GPUs."""
     if torch.cuda.is_available():
         _need_gpu(2)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "looptim"]
@@ -208,7 +208,7 @@ def processes() -> str:
 
 
 def checkpoints() -> str:
-    """How long a gigabyte of checkpoint takes here: what SIGTERM needs."""
+    """How long a gigabyte of checkpoint takes here, which decides whether SIGTERM leaves enough time."""
     from .storage import write_tensors
 
     tensor = torch.zeros(2**26)
@@ -231,4 +231,4 @@ CHECKS: dict[str, Callable[[], str]] = {
     "processes": processes,
     "checkpoints": checkpoints,
 }
-"""In the order in which one builds on another; docs/gpu.md says what each must print."""
+"""The checks, in an order in which later ones build on earlier ones; docs/gpu.md lists the expected output."""

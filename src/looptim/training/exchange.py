@@ -1,4 +1,4 @@
-"""Tokens travel to experts: the exchange of processes that share the experts of a layer."""
+"""The exchange of tokens between processes that share the experts of a layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .optim.muon import local
 
 
 def read_sizes(sent: Tensor, got: Tensor) -> tuple[list[int], list[int]]:
-    """The rows that go to and come from each process, on the host: the one wait of a trip for the device."""
+    """How many rows go to and come from each process, on the host: a trip's only wait for the device."""
     sizes = torch.stack([sent, got]).tolist()
     return sizes[0], sizes[1]
 
@@ -23,9 +23,10 @@ def read_sizes(sent: Tensor, got: Tensor) -> tuple[list[int], list[int]]:
 @final
 @dataclasses.dataclass(frozen=True)
 class AllToAll:
-    """Experts are spread over a group of processes, each of which has an equal part of them, in order.
+    """Experts are spread over a group of processes; each process has an equal part of them, in order.
 
-    No row is dropped, however uneven the loads: the sizes of all parts are exchanged first, and are read once a trip.
+    No row is dropped, however uneven the loads are: the sizes of all parts are exchanged first, and are read once per
+    trip.
     """
 
     group: dist.ProcessGroup
@@ -39,16 +40,16 @@ class AllToAll:
         return prepare(self, ends)
 
 
-# A compiler would make new code for every set of loads.
+# A compiler would generate new code for every set of loads.
 @torch.compiler.disable
 def prepare(exchange: AllToAll, ends: Tensor) -> Travel:
-    """Tell every process how many rows of each of its experts come from here."""
+    """Tell every process how many rows for each of its experts come from here."""
     ranks = exchange.group.size()
     leaving = ends.diff(prepend=ends.new_zeros(1)).view(ranks, -1)
     coming = all_to_all_single(leaving.flatten(), None, None, exchange.group).view(ranks, -1)
     sent, got = exchange.read(leaving.sum(1), coming.sum(1))
     experts = torch.arange(coming.shape[1], device=ends.device, dtype=torch.int16).repeat(ranks)
-    # They come sorted by process first, and by expert then; with the size given, nothing is read again.
+    # Rows arrive sorted by process, then by expert; with the sizes given, nothing more is read from the device.
     experts = experts.repeat_interleave(coming.flatten(), output_size=sum(got))
     order = experts.argsort(stable=True)
     return Travel(exchange.group, coming.sum(0).cumsum(0, dtype=torch.int32), order, sent, got)
@@ -56,7 +57,7 @@ def prepare(exchange: AllToAll, ends: Tensor) -> Travel:
 
 @torch.compiler.disable
 def exchange_rows(rows: Tensor, coming: list[int], leaving: list[int], group: dist.ProcessGroup) -> Tensor:
-    """So many rows to every process, and so many from each; the gradient takes the way back."""
+    """Send the given numbers of rows to the processes and receive theirs; gradients travel back."""
     return all_to_all_single(rows.contiguous(), coming, leaving, group)
 
 
@@ -68,7 +69,7 @@ class Travel:
     group: dist.ProcessGroup
     ends: Tensor
     order: Tensor
-    """Of the rows that came, by expert."""
+    """The rows that arrived, sorted by expert."""
     sent: list[int]
     got: list[int]
 

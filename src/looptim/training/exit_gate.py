@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 def read_every_loop(
     model: LoopedLM, tokens: Int[Tensor, "B T"], targets: Int[Tensor, "B T"]
 ) -> tuple[Float[Tensor, "R B T"], Float[Tensor, "R B T d"]]:
-    """Each token's loss if it were read out after loop 1, 2, ..., R, and what the loop would have returned there.
+    """Each token's loss if it were read out after loop 1, 2, ..., R, and the loop's output there.
 
-    All run at full depth. A target of -100 has the loss 0.
+    All loops run. A target of -100 has a loss of 0.
     """
     steps = [segment.loops for segment in model.config.segments if segment.loops is not None]
     if len(steps) != 1 or steps[0] is None:
@@ -44,7 +44,7 @@ def read_every_loop(
 
 
 def token_losses(logits: Float[Tensor, "B T vocab"], targets: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """The cross entropy of each token; 0 where the target is ignored."""
+    """The cross entropy of each token; 0 if the target is ignored."""
     flat = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="none")
     return flat.view(targets.shape)
 

@@ -1,4 +1,4 @@
-"""What is asked of a transition before it is trained: that it cannot see what it is to predict, and is what it says."""
+"""The checks of a transition before it is trained: that it cannot see what it predicts, and is what it says."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ..model.build import build_loop
 from ..rundir import RunDir
 
 SMALL = 512
-"""The width of the copy that is asked everything; a wider loop is only run once more, in the shape of its training."""
+"""The width of the copy that gets all checks; a wider loop is run only once more, in the shape of its training."""
 
 
 def check_transition(config: Config) -> None:
-    """That no token of a recipe's loops sees a later one or another sequence, and that their steps are gradient steps.
+    """Check that a recipe's loops leak no information between tokens or sequences, and that steps are gradient steps.
 
-    A write map that is spelled out may differ from the adjoint of the read, as in half of the published transitions.
-    A leak is refused unless the recipe says `loop.noncausal = true`.
+    A separate write map may differ from the adjoint of the read, as in half of the published transitions. A leak is
+    refused unless the recipe says `loop.noncausal = true`.
     """
     model, settings = config.model, config.train
     shape = (settings.micro_batch or settings.batch_size, settings.seq_len)
@@ -46,13 +46,13 @@ def check_transition(config: Config) -> None:
 
 
 def check_loop(loop: Loop) -> None:
-    """The same of a loop outside of any recipe, which cannot say that a leak is meant."""
+    """The same for a loop outside of a recipe, which has no way to permit a leak."""
     check_gradient(loop, allow_mismatch=True)
     check_causality(loop)
 
 
 def small_copy(width: int, build: Callable[[int], Loop]) -> Loop:
-    """The loop that `build` gives for a width, or a narrower one that can be asked everything in less time."""
+    """The loop that `build` returns for a width, or a narrower one that is faster to check."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         try:
@@ -60,12 +60,12 @@ def small_copy(width: int, build: Callable[[int], Loop]) -> Loop:
         except ValueError:
             if width <= SMALL:
                 raise
-            # Options may be bound to the width, as a number of heads is.
+            # Options may be tied to the width, as a number of heads is.
             return build(width)
 
 
 def check_code(config: Config, folder: RunDir, *, force: bool) -> None:
-    """That a run is resumed by the code that began it; `force` says so and goes on."""
+    """Check that the code that began a run also resumes it; `force` only warns."""
     change = code_change(config.model, recorded_code(folder), folder.path)
     if change is not None and not force:
         raise ValueError(f"{change}; undo that, or add --force")
@@ -74,7 +74,7 @@ def check_code(config: Config, folder: RunDir, *, force: bool) -> None:
 
 
 def recorded_code(folder: RunDir) -> dict[str, Any]:
-    """What a run says of the code that trained it: the hash of its preset, and the version of looptim's numbers."""
+    """What a run records about its code: the hash of its preset, and the version of looptim's numbers."""
     file = folder.environment_file
     try:
         record = dict(json.loads(file.read_text())) if file.is_file() else {}
@@ -84,7 +84,7 @@ def recorded_code(folder: RunDir) -> dict[str, Any]:
 
 
 def code_change(model: ModelConfig, record: Mapping[str, Any], path: Path) -> str | None:
-    """What of its code has changed since a model was trained, in a sentence; None where nothing has, or is recorded."""
+    """What has changed in its code since a model was trained, in a sentence; None if nothing is known to have."""
     code = code_of(model.loop.preset)
     if record.get("code", code) != code:
         return f"the code of {model.loop.preset} has changed since {path} was trained with it"

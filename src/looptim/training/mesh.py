@@ -22,7 +22,7 @@ from .exchange import AllToAll
 @final
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sides of a mesh: `replicate` copies of `shard` processes, of which each `expert` neighbors share experts."""
+    """The dimensions of a mesh: `replicate` copies of `shard` processes; each `expert` neighbors split the experts."""
 
     replicate: int
     shard: int
@@ -30,7 +30,7 @@ class Sizes:
 
     @classmethod
     def of(cls, parallel: ParallelConfig, processes: int) -> Sizes:
-        """What the recipe asks for, on this many processes.
+        """The mesh that the recipe asks for with this many processes.
 
         >>> Sizes.of(ParallelConfig(replicate=2, expert=2), 8)
         Sizes(replicate=2, shard=4, expert=2)
@@ -39,7 +39,7 @@ class Sizes:
         shard = processes // replicate if parallel.shard is None else parallel.shard
         if replicate * shard != processes:
             asked = f"parallel.replicate ({replicate})" + ("" if parallel.shard is None else f" x shard ({shard})")
-            raise ValueError(f"{asked} does not make {processes} processes; change it, or start another number of them")
+            raise ValueError(f"{asked} does not multiply to {processes} processes; change it, or their number")
         if shard % expert:
             raise ValueError(
                 f"parallel.expert ({expert}) must divide the {shard} processes that share a copy of the model "
@@ -49,18 +49,18 @@ class Sizes:
 
 
 class Mesh(NamedTuple):
-    """The sides of a mesh as groups of processes."""
+    """The dimensions of a mesh as groups of processes."""
 
     whole: DeviceMesh
-    """Where all but spread experts are: each copy sharded over its processes."""
+    """The mesh of everything but spread experts: each copy sharded over its processes."""
     expert: DeviceMesh | None
-    """Neighbors that share the experts, so that tokens travel inside a node; None where experts are gathered."""
+    """Neighbors that split the experts, so that tokens travel within a node; None if experts are gathered."""
     rest: DeviceMesh | None
-    """What is left of a copy, which shards each share of the experts, and the other copies."""
+    """The rest of a copy, which shards each share of the experts, and the other copies."""
 
 
 def open_mesh(parallel: ParallelConfig, world: World) -> Mesh | None:
-    """The mesh of all processes; None where there is one."""
+    """The mesh of all processes; None if there is only one."""
     sizes, device = Sizes.of(parallel, world.size), world.device.type
     if world.size == 1:
         return None
@@ -70,7 +70,7 @@ def open_mesh(parallel: ParallelConfig, world: World) -> Mesh | None:
         return Mesh(whole, None, None)
     sides = (sizes.replicate, sizes.shard // sizes.expert, sizes.expert)
     mesh = init_device_mesh(device, sides, mesh_dim_names=("replicate", "shard", "expert"))
-    # With a group for both sides at once, torch adds up the norm of gradients in one go.
+    # With one group for both dimensions, torch sums the norm of gradients in a single reduction.
     mesh["shard", "expert"]._flatten("copy")
     return Mesh(whole, mesh["expert"], mesh["shard"] if sizes.replicate == 1 else mesh["replicate", "shard"])
 
@@ -78,9 +78,10 @@ def open_mesh(parallel: ParallelConfig, world: World) -> Mesh | None:
 def build(config: Config, world: World, mesh: Mesh | None) -> LoopedLM:
     """The model on this process's device, or this process's shard of it, sharded block by block as it is built.
 
-    So no process holds more of it at once than its shard, a block or two, and what is in no block: embedding, head and
-    loops. A looped block is not resharded after its forward; a plain one is. In bf16 the matrices of blocks are rounded
-    before they are gathered, as autocast would after; norms, routers, transitions, embedding and head are fp32.
+    No process therefore holds more at once than its shard, a block or two, and what is outside blocks: embedding, head
+    and loops. A looped block stays gathered after its forward pass; a plain one does not. In bf16 the matrices of
+    blocks are rounded before they are gathered, as autocast would do afterwards; norms, routers, transitions, embedding
+    and head are fp32.
     """
     visits = Layout.of(config.model).visits
     narrow = config.train.dtype == "bf16"
@@ -89,7 +90,7 @@ def build(config: Config, world: World, mesh: Mesh | None) -> LoopedLM:
         _move(block, world.device)
         if mesh is None:
             return
-        # What is looped is needed again at once.
+        # A looped block is needed again at once.
         reshard = visits[index] == 1
         if isinstance(block.feedforward, MoE):
             _spread(block.feedforward.experts, mesh, reshard=reshard, narrow=narrow)
@@ -107,18 +108,18 @@ def build(config: Config, world: World, mesh: Mesh | None) -> LoopedLM:
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
-    # What is there already stays: fake tensors, which a plan is made with, cannot be moved.
+    # Tensors already in place are kept; the fake tensors of a plan cannot be moved.
     if any(p.device.type != device.type for p in module.parameters()):
         module.to(device)
 
 
 def _spread(experts: Experts, mesh: Mesh, *, reshard: bool, narrow: bool) -> None:
-    """Give each process its experts, where the mesh spreads them, and shard those over the other sides."""
+    """Give each process its experts, if the mesh spreads them, and shard those over the other dimensions."""
     if mesh.expert is None or mesh.rest is None:
         return
     experts.exchange = AllToAll(mesh.expert.get_group(), len(experts.gate))
     for name, parameter in list(experts.named_parameters()):
-        # Every process has drawn all of them and keeps its own.
+        # Every process has drawn all experts and keeps its own.
         mine = distribute_tensor(parameter.data, mesh.expert, [Shard(0)], src_data_rank=None)
         experts.register_parameter(name, nn.Parameter(mine))
     _shard([experts], mesh.rest, reshard=reshard, narrow=narrow)
@@ -127,9 +128,9 @@ def _spread(experts: Experts, mesh: Mesh, *, reshard: bool, narrow: bool) -> Non
 def _shard(
     modules: Sequence[nn.Module], mesh: DeviceMesh, *, reshard: bool | None = None, narrow: bool = False
 ) -> None:
-    """Shard what is not sharded yet, as one; gradients are added up: a loss is a share of that of all processes."""
+    """Shard what is not sharded yet as one unit; gradients are summed, since each loss is a share of the global one."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, None, False) if narrow else MixedPrecisionPolicy()
-    # Meshes are real, also where a plan is made with fake tensors.
+    # Meshes are real even for a plan, which uses fake tensors.
     with unset_fake_temporarily():
         fully_shard(list(modules), mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     first = modules[0]
@@ -139,7 +140,7 @@ def _shard(
 
 
 def synchronize_gradients(model: LoopedLM, last: bool) -> None:
-    """Reduce gradients over processes only in the last of several backwards that accumulate."""
+    """Reduce gradients over processes only in the last of several accumulated backward passes."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
 

@@ -1,4 +1,4 @@
-"""What a run says while it runs: its metrics, its progress, its trackers, and the environment it runs in."""
+"""What a run reports while it runs: metrics, progress, trackers, and the environment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .sinks import Sink, open_sinks, scalars
 
 @final
 class RunLog:
-    """Writes a run's metrics as they come; only the first process of many does anything."""
+    """Writes a run's metrics as they come; on all processes but the first, it does nothing."""
 
     def __init__(self, run: RunDir, config: Config, world: World, *, first_step: int, progress: bool):
         self.run, self.config, self.world, self.first_step = run, config, world, first_step
@@ -41,7 +41,7 @@ class RunLog:
             self.run.metrics.keep(until=self.first_step)
             if self.run.samples.path.is_file():
                 self.run.samples.keep(until=self.first_step)
-            # Trackers are opened after all else that may fail, since an open tracker must be closed.
+            # Trackers are opened after everything else that may fail, since an open tracker must be closed.
             self.sinks = open_sinks(self.config.train.track, self.run, config=self.config.model_dump())
             self.progress.__enter__()
         self.clock = time.perf_counter()
@@ -53,18 +53,18 @@ class RunLog:
             sink.close()
 
     def is_logged(self, step: int) -> bool:
-        """Whether the numbers of an update are to be read, for which the device is waited for."""
+        """Whether to read the numbers of this update, which waits for the device."""
         return (step + 1) % self.config.train.log_every == 0 or step + 1 == self.config.train.steps
 
     def unlogged(self) -> None:
-        """Count an update of which nothing is known yet, not even how long it takes."""
+        """Count an update whose numbers, even its duration, are not known yet."""
         self.unread += 1
         self.progress.advance(1, self.text)
 
     def update(
         self, step: int, values: dict[str, Any], *, tokens: int, tokens_per_step: int, flops_per_token: float
     ) -> None:
-        """Log update `step`, of which `values` tell; `tokens` were trained on so far."""
+        """Log update `step` with its `values`; `tokens` is the number trained on so far."""
         now = time.perf_counter()
         self.seconds.append((now - self.clock) / (self.unread + 1))
         self.clock, self.unread = now, 0
@@ -77,20 +77,20 @@ class RunLog:
         self.text = f"step {done}/{steps}, loss {values['loss']:.4f}, {speed:,.0f} tokens/s, MFU {mfu:.0%}"
         self.progress.advance(1, self.text, left=seconds * (steps - done), now=True)
         if "skipped" in values:
-            self.progress.say(f"step {done}: {values['skipped']} updates were not finite, and were skipped")
+            self.progress.say(f"step {done}: {values['skipped']} updates were not finite and were skipped")
         speeds = {"tokens_per_s": round(speed, 1), "mfu": round(mfu, 4)}
         numbers = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         self._write({"step": done, "tokens": tokens, **numbers, **speeds})
 
     def validation(self, done: int, values: dict[str, Any], tokens: int, *, sample: str | None) -> None:
-        """Log a validation after `done` updates, and what the model wrote then, if it did."""
+        """Log a validation after `done` updates, and what the model wrote then, if anything."""
         if self.world.first:
             self._write({"step": done, "tokens": tokens, **values})
             if sample is not None:
                 prompt = self.config.train.sample
                 self.run.samples.append({"step": done, "tokens": tokens, "prompt": prompt, "text": sample})
             self.progress.say(f"step {done}, validation loss {values['valid_loss']:.4f}")
-        # Validation is not part of the time of an update.
+        # Validation is not part of an update's time.
         self.clock, self.unread = time.perf_counter(), 0
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ class RunLog:
 
 
 def environment(world: World) -> dict[str, Any]:
-    """What a result may depend on besides the config."""
+    """What else a result may depend on, besides the config."""
     return {
         "looptim": __version__,
         "commit": _commit(),
@@ -115,7 +115,7 @@ def environment(world: World) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of the source this runs from, if it runs from a checkout and there is a git to ask."""
+    """The commit of the source if it runs from a checkout and git is available."""
     here = Path(__file__).resolve().parent
     command = ["git", "-C", str(here), "rev-parse", "--show-toplevel", "HEAD"]
     try:

@@ -1,4 +1,4 @@
-"""What the machine can do at best, measured where a figure is held against it."""
+"""The peak speed of this machine, measured when it is needed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def gemm_peak(device: torch.device, dtype: str) -> float:
-    """FLOP/s of a large matmul in the dtype of the run, measured here and now: what MFU is a share of."""
+    """FLOP/s of a large matmul in the run's dtype, measured here and now; MFU is a share of it."""
     size = 1024 if device.type == "cpu" else 8192
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
     best = float("inf")

@@ -1,4 +1,4 @@
-"""Checkpoints of before looptim wrote safetensors, whose index is a pickle: read by a list of what may be in one."""
+"""Old checkpoints, whose index is a pickle; it is read with an allowlist of what it may contain."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
             metadata._MEM_FORMAT_ENCODING,
         )
     },
-    # Where the checkpoint was first written; Python 3.13 has another home for it.
+    # The module in which the checkpoint was first written; Python 3.13 has another home for it.
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib._local", "PosixPath"): PurePosixPath,
     **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in DTYPES.values()},
@@ -47,14 +47,14 @@ class _Unpickler(pickle.Unpickler):
 
 @final
 class PickledReader(FileSystemReader):
-    """DCP's reader, but that nothing in the files is run; the tensors are read by torch's own list."""
+    """DCP's reader, except that it runs no code from the files; torch's own allowlist reads the tensors."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / PICKLE).open("rb") as file:
             found = _Unpickler(file).load()
         if not isinstance(found, Metadata):
             raise ValueError(f"{PICKLE} is no index of tensors")
-        # What is no tensor would be unpickled without a list, and is not needed.
+        # Anything that is not a tensor would be unpickled without an allowlist, and is not needed.
         found.state_dict_metadata = {
             name: each for name, each in found.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)
         }

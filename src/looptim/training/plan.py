@@ -1,4 +1,4 @@
-"""What a training will take on GPUs that are not here: an update is run with fake tensors, process by process."""
+"""What a training would cost on GPUs that are not here: an update is run with fake tensors, for every kind of mesh."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PARTS = ("parameters", "optimizer", "gathered", "gradients", "activations", STEP
 
 
 class Gpu(Strict):
-    """What a plan assumes of the machines; the defaults are of an H100 with 80 GB and a network card for each."""
+    """The assumptions about the machines; the defaults describe an H100 with 80 GB and a network card of its own."""
 
     memory: float = 80.0
     """GB, of which `reserve` goes to the CUDA context, to NCCL and to fragments."""
@@ -43,7 +43,7 @@ class Gpu(Strict):
     """TFLOP/s, as is fp32."""
     fp32: float = 67.0
     utilization: float = 0.35
-    """The share of those that a step has."""
+    """The share of the peak speed that a step reaches."""
     inside: float = 450.0
     """GB/s that a GPU receives from its own node, and between: through its network card."""
     between: float = 50.0
@@ -59,7 +59,7 @@ class Cluster:
     gpu: Gpu
 
     def spans(self, ranks: Iterable[int]) -> int:
-        """How many nodes some processes are on."""
+        """The number of nodes that some processes are on."""
         return len({rank // (self.gpus // self.nodes) for rank in ranks})
 
     def through_card(self, collective: Collective) -> float:
@@ -72,7 +72,7 @@ class Cluster:
         return times * collective.bytes * (nodes - 1) / nodes / here
 
     def seconds(self, collective: Collective) -> float:
-        """As long as the slower of the two links takes."""
+        """The time of the slower of the two links."""
         return max(collective.received / self.gpu.inside / 1e9, self.through_card(collective) / self.gpu.between / 1e9)
 
 
@@ -91,7 +91,7 @@ def plan(config: Config, *, gpus: int, nodes: int = 1, gpu: Gpu | None = None) -
     best = None
     if fitting:
         fastest = min(each["seconds"]["total"] for each in fitting)
-        # Among those as good as the fastest, the one that asks least of the network between nodes.
+        # Among meshes that are as fast as the fastest, take the one with the least traffic between nodes.
         close = [each for each in fitting if each["seconds"]["total"] <= 1.05 * fastest]
         best = min(close, key=lambda each: each["bytes_between_nodes"])
     return {
@@ -107,9 +107,9 @@ def plan(config: Config, *, gpus: int, nodes: int = 1, gpu: Gpu | None = None) -
 
 
 def candidates(config: Config, gpus: int, nodes: int) -> list[ParallelConfig]:
-    """FSDP over all, a copy on each node, and both with the experts of a layer spread over a node."""
+    """FSDP over everything, one copy per node, and both with the experts of a layer spread over a node."""
     routed = config.model.dense_layers < sum(segment.blocks for segment in config.model.segments)
-    # The most experts that a node can hold in equal parts.
+    # The largest number of ways in which a node can split the experts evenly.
     spread = max(n for n in range(1, gpus // nodes + 1) if gpus // nodes % n == 0 and config.model.experts % n == 0)
     return [
         ParallelConfig(replicate=replicate, expert=expert)
@@ -119,7 +119,7 @@ def candidates(config: Config, gpus: int, nodes: int) -> list[ParallelConfig]:
 
 
 def _on(config: Config, mesh: ParallelConfig) -> Config:
-    """The recipe on a mesh, with as many loops as it has on average."""
+    """The recipe on a mesh, with its average number of loops."""
     loops, model = config.train.loops, config.model
     if loops.scheme != "fixed":
         model = model.with_loops(max(1, round(loops.mean + (loops.scheme == "huginn"))))
@@ -151,7 +151,7 @@ def _examine(config: Config, cluster: Cluster) -> dict[str, Any]:
 
 
 def _table(collectives: Iterable[Collective], cluster: Cluster) -> list[dict[str, Any]]:
-    """Alike collectives together."""
+    """Merge collectives of the same kind."""
     counts: Counter[tuple] = Counter()
     received: dict[tuple, float] = {}
     for c in collectives:
@@ -174,11 +174,11 @@ def _by_module(collectives: Iterable[Collective]) -> dict[str, int]:
 
 
 def _seconds(config: Config, cluster: Cluster, seen: Recorder) -> dict[str, float]:
-    """An update's time: gathering hides behind computing, tokens that travel and the optimizer do not."""
+    """The time of an update. Gathering overlaps with computing; traveling tokens and the optimizer do not."""
     gpu, train = cluster.gpu, config.train
     peak = (gpu.bf16 if train.dtype == "bf16" else gpu.fp32) * 1e12 * gpu.utilization
     tokens = train.batch_size * train.seq_len / cluster.gpus
-    # What is recomputed is a forward more, a third of forward and backward.
+    # Recomputation adds a forward pass, a third of forward and backward together.
     compute = training_flops(config) * tokens / peak * (4 / 3 if train.activation_checkpointing else 1)
     hidden = sum(cluster.seconds(c) for c in seen.collectives if c.phase != STEP and c.kind != "all-to-all")
     travel = sum(cluster.seconds(c) for c in seen.collectives if c.phase != STEP and c.kind == "all-to-all")
@@ -189,7 +189,7 @@ def _seconds(config: Config, cluster: Cluster, seen: Recorder) -> dict[str, floa
 
 
 def _smallest_change(config: Config, cluster: Cluster, found: list[dict[str, Any]]) -> str:
-    """The first of the usual ways to need less memory that makes the smallest mesh fit."""
+    """The first of the usual memory savings that makes the smallest mesh fit."""
     mesh = ParallelConfig(**min(found, key=lambda each: each["memory_gb"]["peak"])["mesh"])
     changes: dict[str, Any] = {}
     rows = config.train.micro_batch or config.train.batch_size // cluster.gpus
@@ -203,12 +203,12 @@ def _smallest_change(config: Config, cluster: Cluster, found: list[dict[str, Any
         if _examine(_on(smaller, mesh), cluster)["fits"]:
             sides = f"parallel.replicate={mesh.replicate} parallel.expert={mesh.expert}"
             return f"{' '.join(f'train.{k}={str(v).lower()}' for k, v in changes.items())} {sides}"
-    return "more GPUs: one sequence at a time does not fit either"
+    return "more GPUs, since even one sequence at a time does not fit"
 
 
 @contextlib.contextmanager
 def fake_processes(size: int) -> Iterator[World]:
-    """The first of so many processes, none of which are there."""
+    """Pretend to be the first of this many processes."""
     if dist.is_initialized():
         raise ValueError("a plan cannot be made by one of several processes; start it alone, without torchrun")
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
@@ -235,7 +235,7 @@ def _as_on_gpus() -> Iterator[None]:
 
 
 def do_without_values(model: LoopedLM, config: Config, world: World) -> None:
-    """Fake tokens are in no vocabulary, and fake loads are taken to be balanced."""
+    """Skip the check of fake tokens, which are in no vocabulary, and take fake loads to be balanced."""
     model.check_vocabulary = lambda tokens: None
     share = config.train.batch_size // world.size
     rows = config.train.micro_batch or share
@@ -273,7 +273,7 @@ def rehearse_once(config: Config, world: World, model: LoopedLM) -> Recorder:
 def _rehearse(config: Config, world: World, model: LoopedLM, *, rows: int) -> Recorder:
     """Run an update on so many rows of this process's share of a batch; of the others' gradients there is memory."""
     train = config.train
-    # What a reversible loop keeps depends on numbers that a plan does not have; it is planned as one that keeps all.
+    # What a reversible loop keeps depends on numbers that a plan does not have, so it is planned as keeping everything.
     model.checkpointing = train.activation_checkpointing
     optimizer = MuonAdamW(parameter_groups(model, lr=config.optim.lr, weight_decay=config.optim.weight_decay))
     optimizer.prepare()

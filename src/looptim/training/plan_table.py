@@ -1,4 +1,4 @@
-"""A plan as people read it: a table, bars of memory, the collectives, and a sentence."""
+"""A plan for people: a table, bars of memory, the collectives, and a recommendation."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ COLUMNS = ("mesh", "peak GB", "fits", "GB between nodes", "GB through a card", "
 COLUMNS += ("optimizer s", "update s")
 COLLECTIVES = ("mesh", "phase", "collective", "processes", "link", "count", "GB")
 BAR = 60
-"""Characters of the longest bar."""
+"""The length of the longest bar, in characters."""
 LETTERS = dict(zip(PARTS, "PO:GAW", strict=True))
 
 
 def parse_gpu(changes: Iterable[str]) -> Gpu:
-    """What `--gpu memory=141` says, on top of the defaults.
+    """Parse `--gpu memory=141` and the like, on top of the defaults.
 
     >>> parse_gpu(["memory=141"]).memory
     141.0
@@ -40,7 +40,7 @@ def name(mesh: Mapping[str, int]) -> str:
 
 
 def cells(found: Mapping[str, Any]) -> list[str]:
-    """A row of the table, which is a mesh."""
+    """The table's row of a mesh."""
     seconds = found["seconds"]
     times = ("compute", "gathering", "tokens that travel", "optimizer", "total")
     return [
@@ -54,14 +54,14 @@ def cells(found: Mapping[str, Any]) -> list[str]:
 
 
 def collective_cells(found: Mapping[str, Any]) -> list[list[str]]:
-    """The collectives of a mesh, alike ones in one row."""
+    """The collectives of a mesh, with equal ones merged into one row."""
     keys = ("phase", "kind", "processes", "link", "count")
     rows = [[*(str(row[key]) for key in keys), f"{row['bytes'] / 1e9:.2f}"] for row in found["collectives"]]
     return [[name(found["mesh"]), *row] for row in rows]
 
 
 def bars(answer: Mapping[str, Any]) -> str:
-    """The peak of memory, a bar a mesh, a letter for each part."""
+    """Peak memory as one bar per mesh, with a letter for each part."""
     most = max(found["memory_gb"]["peak"] for found in answer["meshes"])
     lines = [f"memory at the peak: {', '.join(f'{letter} {part}' for part, letter in LETTERS.items())}"]
     for found in answer["meshes"]:
@@ -72,7 +72,7 @@ def bars(answer: Mapping[str, Any]) -> str:
 
 
 def verdict(answer: Mapping[str, Any]) -> str:
-    """What to do."""
+    """The recommendation."""
     mesh = answer["recommended"]
     if mesh is None:
         return f"nothing fits {answer['assumed']['memory']:g} GB; the smallest change that does: {answer['change']}"

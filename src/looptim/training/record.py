@@ -1,4 +1,4 @@
-"""What an update does to memory and to the network, seen operation by operation, on real or on fake tensors."""
+"""What an update does to memory and to the network, seen operation by operation, on real or fake tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KINDS = {
 
 
 class Collective(NamedTuple):
-    """What processes do together: the bytes of the larger of what goes in and what comes out of one of them."""
+    """A collective operation, with the bytes of the larger of a process's input and output."""
 
     phase: str
     kind: str
@@ -46,14 +46,14 @@ class Collective(NamedTuple):
 
     @property
     def received(self) -> float:
-        """Bytes that come from other processes, by a ring."""
+        """The bytes that arrive from other processes in a ring."""
         share = (len(self.ranks) - 1) / len(self.ranks)
         return self.bytes * share * (2 if self.kind == "all-reduce" else 1)
 
 
 @final
 class Recorder(TorchDispatchMode):
-    """Follows the storage that is alive, by what it is for, and lists all collectives.
+    """Tracks live storage by its purpose, and lists all collectives.
 
     >>> with Recorder() as seen:
     ...     x = torch.ones(4, 4)
@@ -76,7 +76,7 @@ class Recorder(TorchDispatchMode):
         self._references: dict[int, weakref.ref[UntypedStorage]] = {}
 
     def hold(self, what: str, tensors: Any) -> None:
-        """Count tensors that are there already."""
+        """Count tensors that already exist."""
         for tensor in tensors:
             self._see(tensor.to_local() if isinstance(tensor, DTensor) else tensor, what)
         self._mark()
@@ -94,7 +94,7 @@ class Recorder(TorchDispatchMode):
             finally:
                 recorder.paused = False
 
-        # DTensors learn shapes from whole tensors that have no memory anywhere.
+        # DTensors infer shapes from whole tensors that have no memory anywhere.
         ShardingPropagator._propagate_tensor_meta_non_cached = unseen
         return self
 
@@ -109,7 +109,7 @@ class Recorder(TorchDispatchMode):
             return torch.device("meta") if fake.fake_mode.in_kernel_invocation else fake.fake_device
         if self.paused:
             return func(*args, **(kwargs or {}))
-        # Their parts come here again, one by one.
+        # Their local parts come through here again, one by one.
         if any(issubclass(t, (DTensor, AsyncCollectiveTensor)) for t in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
@@ -166,7 +166,7 @@ class Recorder(TorchDispatchMode):
         self._resized.pop(key, None)
 
     def _mark(self) -> None:
-        """Note a new peak. FSDP frees and takes storage without an operation, so that it is asked first."""
+        """Record a new peak. FSDP resizes storage without any operation, so it is checked first."""
         if self.live.total() <= self.peak.total():
             return
         for key, reference in list(self._resized.items()):
@@ -192,7 +192,7 @@ def _nbytes(side: Any) -> int:
 
 
 def _ranks(args: Any) -> tuple[int, ...]:
-    """The processes of a collective: its group is boxed, or named, among the arguments."""
+    """The processes of a collective; its group is boxed or named among the arguments."""
     for arg in args:
         if isinstance(arg, dist.ProcessGroup):
             return tuple(dist.get_process_group_ranks(arg))

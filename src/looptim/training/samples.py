@@ -1,4 +1,4 @@
-"""Text that a run writes at its validations: `train.sample` is continued, so that a report shows how it learns."""
+"""Text that a run writes at its validations: the report shows how `train.sample` is continued over time."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from .step import TrainingState
 
 LENGTH = 64
-"""Tokens of a continuation at most."""
+"""The largest number of tokens in a continuation."""
 TEMPERATURE = 0.8
 
 
 def check_prompt(run: TrainingState) -> None:
-    """That the model is long enough for the prompt and something to follow it."""
+    """Check that the model is long enough for the prompt and some continuation."""
     length, most = len(_prompt(run)), run.config.model.max_length
     if run.config.train.sample is not None and length >= most:
         raise ValueError(f"train.sample has {length} tokens, but model.max_length is {most}; give a shorter text")
@@ -26,10 +26,10 @@ def _prompt(run: TrainingState) -> list[int]:
 
 @torch.no_grad()
 def write(run: TrainingState) -> str:
-    """How the model goes on with `train.sample`, drawn from the run's seed alone.
+    """How the model continues `train.sample`, drawn from the run's seed alone.
 
-    Every process takes part, since each may hold a piece of the model. There is no cache: all forwards have one
-    length, which a compiled block takes without being compiled again, and a causal model does not see what is ahead.
+    Every process takes part, since each may hold a piece of the model. There is no cache: all forward passes have the
+    same length, which needs no recompilation, and a causal model does not see what comes later.
     """
     tokenizer, model = run.data.tokenizer, run.model
     ids = _prompt(run)
@@ -45,7 +45,7 @@ def write(run: TrainingState) -> str:
         tokens[0, place] = torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator).item()
     model.train()
     written = tokens[0].tolist()
-    # What follows the end of a document is another one.
+    # What follows the end of a document belongs to another one.
     after = written[len(ids) :]
     after = after[: after.index(tokenizer.eos)] if tokenizer.eos in after else after
     return tokenizer.decode(ids + after)[len(tokenizer.decode(ids)) :]

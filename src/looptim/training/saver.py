@@ -1,4 +1,4 @@
-"""Checkpoints while the training goes on: of copies, by a thread, complete or absent as any other."""
+"""Checkpoints while the training goes on: a thread writes copies; each is complete or absent, as always."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .optim import MuonAdamW
 
 @final
 class Saver:
-    """Writes the checkpoints of a run and prunes the old ones, one at a time; on leaving it, all are written.
+    """Writes the checkpoints of a run and prunes old ones, one at a time; leaving the context waits for the last.
 
-    With `train.async_checkpoints` a thread writes copies in host memory, and what it failed at is said at the next
+    With `train.async_checkpoints` a thread writes copies in host memory; an error in it is raised at the next
     checkpoint.
     """
 
@@ -33,7 +33,7 @@ class Saver:
             self.thread = ThreadPoolExecutor(1)
             self.stager = DefaultStager(StagingOptions(False, False, False, False))
             if world.size > 1:
-                # Processes that write meet in a group of their own: in that of the training other things are under way.
+                # Writers meet in their own group, because the training's group is busy with other things.
                 group = dist.new_group(backend="gloo", timeout=PATIENCE)
                 self.world = dataclasses.replace(world, waiting=group)
 
@@ -44,7 +44,7 @@ class Saver:
         try:
             self.wait()
         except Exception:
-            # Where a process is lost no checkpoint gets finished, and that has been said.
+            # If a process is lost, no checkpoint gets finished, and that error was already reported.
             if error is None:
                 raise
         finally:
@@ -52,7 +52,7 @@ class Saver:
                 self.thread.shutdown()
 
     def save(self, step: int, model: Any, optimizer: MuonAdamW, record: dict[str, Any]) -> None:
-        """Write the checkpoint of `step` (updates done), or begin to."""
+        """Write the checkpoint of `step` (the updates done), or start writing it."""
         self.wait()
         tensors = checkpoint.tensors_of(model, optimizer)
         if self.thread is None:
@@ -63,7 +63,7 @@ class Saver:
             self.writing = self.thread.submit(self._write, step, copies, record)
 
     def wait(self) -> None:
-        """Until the last checkpoint is written."""
+        """Wait until the last checkpoint is written."""
         writing, self.writing = self.writing, None
         if writing is not None:
             self.world.all_do(writing.result)

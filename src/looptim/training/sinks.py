@@ -34,7 +34,7 @@ class Sink(Protocol):
 
 
 def open_sinks(names: Sequence[str], run: RunDir, *, config: Mapping[str, Any]) -> list[Sink]:
-    """The sinks called `names` for a run; a resumed run continues where its dashboards are.
+    """The sinks called `names` for a run; a resumed run continues its existing dashboards.
 
     >>> open_sinks([], RunDir("runs/nano"), config={})
     []
@@ -54,12 +54,12 @@ def open_sinks(names: Sequence[str], run: RunDir, *, config: Mapping[str, Any]) 
 
 
 def check_sinks(names: Sequence[str]) -> dict[str, Any]:
-    """The packages of the sinks, or a ValueError; a missing one is found before anything was created or computed."""
+    """Import the sinks' packages, or raise a ValueError before anything is created or computed."""
     return {name: _import(name) for name in names}
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a metrics line under flat names, as dashboards want them; `step` and non-numbers are left out.
+    """The numbers of a record under flat names, as dashboards want them, without `step` and anything that is no number.
 
     >>> scalars({"step": 7, "loss": 2.5, "step_size": [0.9, 0.8], "moe_load": {"blocks.1": [1.5]}})
     {'loss': 2.5, 'step_size/0': 0.9, 'step_size/1': 0.8, 'moe_load/blocks.1/0': 1.5}
@@ -82,7 +82,7 @@ class Trackio:
     def __init__(self, module: Any, run: RunDir, config: dict[str, Any]):
         self._module = module
         name = f"{run.path.resolve().name}-{_tracking_id(run)}"
-        # trackio prints to stdout, which belongs to the command's own answer.
+        # trackio prints to stdout, which is reserved for the command's own answer.
         with contextlib.redirect_stdout(sys.stderr):
             self._run: Any = module.init(
                 project=PROJECT, name=name, config=config, resume="allow", auto_log_cpu=False, auto_log_gpu=False
@@ -128,7 +128,7 @@ class TensorBoard:
 
     def __init__(self, module: Any, run: RunDir, config: dict[str, Any]):
         self._writer: Any = module.SummaryWriter(log_dir=str(run.tensorboard))
-        # tensorboard's Markdown shows text that is indented by four spaces as code.
+        # tensorboard's Markdown renders text that is indented by four spaces as code.
         self._writer.add_text("config", "\n".join(f"    {name} = {value!r}" for name, value in config.items()))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -146,7 +146,7 @@ SINKS: dict[str, Callable[[Any, RunDir, dict[str, Any]], Sink]] = {
     "wandb": Wandb,
     "tensorboard": TensorBoard,
 }
-"""Name to sink. A name is also the name of the package on PyPI."""
+"""Sinks by name, which is also the name of the package on PyPI."""
 
 _MODULES = {"tensorboard": "torch.utils.tensorboard"}
 
@@ -161,7 +161,7 @@ def _import(name: str) -> Any:
 
 
 def _tracking_id(run: RunDir) -> str:
-    """A name that moves and dies with the folder: two runs called `nano` differ, a resumed one is itself."""
+    """A name that moves and dies with the folder, so two runs called `nano` differ and a resumed run keeps its name."""
     path = run.tracking_file
     if path.is_file() and (known := path.read_text().strip()):
         return known

@@ -22,17 +22,17 @@ from .mesh import synchronize_gradients
 from .optim import MuonAdamW, clip_gradients, learning_rate, set_rate
 
 IN_A_ROW = 3
-"""Updates in a row that are not finite, and a run has diverged."""
+"""After this many non-finite updates in a row, a run has diverged."""
 
 
 class DivergedError(ValueError):
-    """Losses or gradients that are no numbers any more."""
+    """Raised when losses or gradients stay non-finite."""
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class TrainingState:
-    """All that one process of a training run holds."""
+    """Everything that one process of a training run holds."""
 
     config: Config
     folder: RunDir
@@ -47,7 +47,7 @@ class TrainingState:
 
 
 def rate_of(config: Config, step: int) -> float:
-    """The learning rate that a recipe has for a step."""
+    """The learning rate of a step, according to the recipe."""
     optim = config.optim
     return learning_rate(step, peak=optim.lr, minimum=optim.min_lr, warmup=optim.warmup, total=config.train.steps)
 
@@ -55,19 +55,19 @@ def rate_of(config: Config, step: int) -> float:
 @final
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """What there is to log of an update, on the device: only `read` waits for it."""
+    """The numbers of an update to log, on the device; only `read` waits for them."""
 
     step: int
     lr: float
     loss: Tensor
     norm: Tensor
     skipped: Tensor
-    """Whether it was skipped, because loss or gradient is no number, as 1.0 or 0.0."""
+    """Whether the update was skipped because its loss or gradient was not finite, as 1.0 or 0.0."""
     unbalanced: dict[str, Tensor]
-    """The load of the busiest expert over the mean, by layer and visit."""
+    """The load of the busiest expert over the mean load, by layer and visit."""
 
     def read(self, *counts: Tensor) -> tuple[dict[str, Any], list[float]]:
-        """The numbers to log, and those of `counts`, in one transfer."""
+        """Read the numbers to log, and those of `counts`, in one transfer."""
         parts = [self.loss, self.norm, *counts, *self.unbalanced.values()]
         numbers = torch.cat([part.detach().double().flatten() for part in parts]).tolist()
         loss, norm, *rest = numbers
@@ -85,11 +85,11 @@ class Update:
 def update(run: TrainingState, step: int) -> Update:
     """One optimizer update, from the global batch of `step`.
 
-    Nothing here waits for the device, so that the host prepares the next update meanwhile. An update whose loss or
-    gradient is no number changes nothing.
+    Nothing here waits for the device, so the host can prepare the next update meanwhile. An update with a non-finite
+    loss or gradient changes nothing.
     """
     settings, optim, world = run.config.train, run.config.optim, run.world
-    # All that is random in the forward depends on seed, step and rank alone, so that no generator needs saving.
+    # All randomness in the forward pass depends only on seed, step and rank, so no generator needs saving.
     torch.manual_seed(_mix(settings.seed, step, world.rank))
     rows = world.rows(settings.batch_size)
     order = settings.seed if settings.data_seed is None else settings.data_seed
@@ -106,7 +106,7 @@ def update(run: TrainingState, step: int) -> Update:
 
 @final
 class Skips:
-    """Counts the updates that were skipped, on the device: those since it was asked, and those in a row."""
+    """Counts skipped updates on the device: those since the last report, and those in a row."""
 
     def __init__(self, device: torch.device):
         self.since, self.row = torch.zeros((), device=device), torch.zeros((), device=device)
@@ -116,7 +116,7 @@ class Skips:
         self.row = (self.row + 1) * done.skipped
 
     def read(self, done: Update, *, last: bool) -> dict[str, Any]:
-        """What an update has to log. A DivergedError where too many were skipped in a row, or the last of all was."""
+        """The numbers to log. Raises DivergedError if too many updates in a row, or the last one, were skipped."""
         values, (since, row) = done.read(self.since, self.row)
         self.since = torch.zeros_like(self.since)
         if row >= IN_A_ROW or (row and last):
@@ -130,7 +130,7 @@ class Skips:
 
 
 def accumulate(run: TrainingState, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Gradients of the mean loss over the global batch, in micro-batches; the loss and the experts' loads."""
+    """Gradients of the mean loss over the global batch, by micro-batches; returns the loss and the experts' loads."""
     settings, world = run.config.train, run.world
     total_targets = world.sum((batch.targets != IGNORE).sum())
     loads: dict[str, Tensor] = {}
@@ -144,7 +144,7 @@ def accumulate(run: TrainingState, batch: Batch, step: int) -> tuple[Tensor, dic
         first += rows
         loops = settings.loops
         out = _loss(run, piece, depth=depth, grad_loops=loops.grad_loops, early_weight=loops.readout_weight)
-        # Every target of the global batch counts the same, wherever it fell; FSDP then adds up over processes.
+        # Every target of the global batch counts equally, wherever it fell; FSDP then sums over processes.
         share = (piece.targets != IGNORE).sum() / total_targets
         auxiliary = (out.loss - out.supervised) * (rows / settings.batch_size)
         (share * out.supervised + auxiliary).backward()
@@ -155,12 +155,12 @@ def accumulate(run: TrainingState, batch: Batch, step: int) -> tuple[Tensor, dic
 
 
 def _pieces(run: TrainingState, batch: Batch) -> list[Batch]:
-    """This process's rows in the micro-batches that its memory is for."""
+    """This process's rows, in micro-batches that fit its memory."""
     return batch.split(run.config.train.micro_batch or len(batch.tokens))
 
 
 def _loss(run: TrainingState, batch: Batch, **options: Any) -> Output:
-    """The forward of a micro-batch, in the precision and with the attention that the recipe asks for."""
+    """The forward pass of a micro-batch, in the precision and with the attention that the recipe asks for."""
     documents = batch.documents if run.config.data.mask_attention else None
     bf16 = run.config.train.dtype == "bf16"
     with torch.autocast(run.world.device.type, torch.bfloat16) if bf16 else nullcontext():
@@ -189,12 +189,12 @@ def sample_loops(config: Config, step: int, rows: slice) -> Depth | None:
         return Fixed(steps, _sample_reads(loops, steps, generator))
     rates = torch.full((config.train.batch_size,), loops.mean)
     whole = torch.poisson(rates, generator=generator).clamp_min(1).long()
-    # Every micro-batch and process runs as long as the longest of the global batch: FSDP and the loads need that.
+    # Every micro-batch and process runs as long as the longest of the global batch, as FSDP and the loads require.
     return PerSequence(whole[rows], total=int(whole.max()))
 
 
 def _sample_reads(loops: LoopSampling, steps: int, generator: torch.Generator) -> tuple[int, ...]:
-    """After which of the earlier loops the state is read out too, drawn without repetition."""
+    """The numbers of earlier loops after which the state is also read out, drawn without repetition."""
     weights = torch.ones(steps - 1)
     given = torch.tensor(loops.readout_prior[: steps - 1])
     if len(given):
@@ -206,13 +206,13 @@ def _sample_reads(loops: LoopSampling, steps: int, generator: torch.Generator) -
 
 
 def _balance(run: TrainingState, loads: dict[str, Tensor], skipped: Tensor) -> dict[str, Tensor]:
-    """Move the router biases once, by the loads of the global batch; how unbalanced the experts were."""
+    """Move the router biases once, by the loads of the global batch; returns how unbalanced the experts were."""
     unbalanced = {}
     for name, load in loads.items():
         moe = run.model.get_submodule(name)
         assert isinstance(moe, MoE)
         pooled = run.config.model.balance == "pooled"
-        # A sampled number of loops may be smaller or larger than the number of visits there are biases for.
+        # A sampled number of loops may differ from the number of visits that have biases.
         rows = load.sum(0, keepdim=True) if pooled else load[: len(moe.bias)]
         seen = moe.bias[: len(rows)]
         moved = balance_update(seen, rows, run.config.model.balance_rate)
@@ -223,7 +223,7 @@ def _balance(run: TrainingState, loads: dict[str, Tensor], skipped: Tensor) -> d
 
 @torch.no_grad()
 def validate(run: TrainingState) -> dict[str, Any]:
-    """The mean loss over the first validation batches, and what the loops do on the first rows of them."""
+    """The mean loss over the first validation batches, and statistics of the loops on their first rows."""
     settings, world = run.config.train, run.world
     rows = world.rows(settings.batch_size)
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
@@ -252,7 +252,7 @@ def validate(run: TrainingState) -> dict[str, Any]:
 
 
 def count_right(logits: Tensor, targets: Tensor, hops: Tensor) -> Tensor:
-    """By the hops that are needed: the number of right answers, and of answers asked for; (2, most hops + 1)."""
+    """The numbers of right answers and of questions by hops; (2, most hops + 1)."""
     asked = hops >= 0
     right = (logits.argmax(-1) == targets) & asked
     most = int(hops.max()) + 1
@@ -274,5 +274,5 @@ def _loop_statistics(seen: Any) -> dict[str, list[float]]:
 
 
 def _mix(seed: int, step: int, rank: int) -> int:
-    """One number of three; where a generator takes 32 bits of it, they repeat for another rank after 65,535 steps."""
+    """Combine three numbers into one seed; for generators that use only 32 bits, ranks repeat after 65,535 steps."""
     return ((seed * 1_000_003 + step) * 65_537 + rank) % 2**64

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as data and nothing else: safetensors files, an index of them in JSON, and their digests.
+"""The tensors of a checkpoint as pure data: safetensors files, a JSON index of them, and their digests.
 
 DCP plans who writes and who reads which part of a tensor, for however many processes; here are the bytes.
 """
@@ -41,7 +41,7 @@ It tells damage, not forgery: who changes a file on purpose can change its diges
 OLD_DIGESTS = "SHA256SUMS"
 """The same with SHA-256, of checkpoints of before, whose loading it made three times as slow."""
 
-# The names of safetensors.
+# The dtype names of safetensors.
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -60,7 +60,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class _Storage:
-    """What DCP asks of every storage, and there is nothing to do for."""
+    """Methods that DCP asks of every storage but that have nothing to do here."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -98,7 +98,7 @@ class TensorWriter(_Storage, StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         written = []
-        # What needs the largest alignment comes first, so that every tensor of a file has its own.
+        # Tensors with the largest alignment come first, so that all tensors of a file are aligned.
         items = sorted(plan.items, key=lambda item: -_parts(item)[1].itemsize)
         for part in sorted({item.index.fqn.partition(".")[0] for item in items}):
             file = f"{part}-{plan.storage_data:05}.safetensors"
@@ -168,7 +168,7 @@ class TensorReader(_Storage, StorageReader):
 
 
 def _parts(item: WriteItem) -> tuple[str, torch.dtype, torch.Size]:
-    """Name, dtype and shape of what is to be written."""
+    """The name, dtype and shape of what is to be written."""
     assert item.tensor_data is not None, f"{item.index.fqn} is no tensor"
     data = item.tensor_data
     name = chunk_name(item.index.fqn, data.chunk.offsets, data.chunk.sizes, data.size)
@@ -176,7 +176,7 @@ def _parts(item: WriteItem) -> tuple[str, torch.dtype, torch.Size]:
 
 
 def chunk_name(name: str, offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> str:
-    """The name of a part of a tensor in its file: the tensor's, with the slice where it is not all of it.
+    """The name of a tensor's part in its file: the tensor's own, plus the slice if it is not the whole tensor.
 
     >>> chunk_name("head.weight", [4, 0], [4, 8], [8, 8])
     'head.weight[4:8,0:8]'
@@ -187,7 +187,7 @@ def chunk_name(name: str, offsets: Sequence[int], sizes: Sequence[int], shape: S
 
 
 def write_tensors(path: Path, parts: Sequence[tuple[str, torch.dtype, torch.Size]], tensors: Iterable[Tensor]) -> str:
-    """Write a safetensors file, tensor by tensor, and sync it; its digest."""
+    """Write and sync a safetensors file, tensor by tensor; returns its digest."""
     header, end = {}, 0
     for name, dtype, shape in parts:
         start, end = end, end + math.prod(shape) * dtype.itemsize
@@ -206,7 +206,7 @@ def write_tensors(path: Path, parts: Sequence[tuple[str, torch.dtype, torch.Size
 
 
 def find_digests(folder: Path) -> Path:
-    """The file of a checkpoint that has the digests of the others."""
+    """The file of a checkpoint that holds the digests of the others."""
     old = folder / OLD_DIGESTS
     return old if old.is_file() else folder / DIGESTS
 
@@ -222,7 +222,7 @@ def read_digests(folder: Path) -> dict[str, str]:
 
 
 def check_digests(folder: Path, names: Iterable[str]) -> None:
-    """A ValueError for the first of these files that is not as it was written."""
+    """Raise a ValueError for the first of these files that has changed since it was written."""
     known = read_digests(folder)
     kind = hashlib.sha256 if find_digests(folder).name == OLD_DIGESTS else xxh3_128
     for name in names:

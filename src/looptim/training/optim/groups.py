@@ -1,4 +1,4 @@
-"""Which parameter goes to which optimizer, and what decays."""
+"""Which optimizer each parameter goes to, and which parameters decay."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ...model import Attention, Experts, Head, Router, SwiGLU
 
 
 class Group(NamedTuple):
-    """A row of the table of groups: whose parameters go there, to which optimizer, and whether they decay."""
+    """A row of the table of groups: which parameters it holds, their optimizer, and whether they decay."""
 
     owners: tuple[type[nn.Module], ...]
     kind: Literal["muon", "adamw"]
     decays: bool
 
 
-# The outermost owner of a parameter counts; vectors are those of all owners but a transition.
+# The outermost owner of a parameter decides; the vectors of any owner but a transition form one group.
 GROUPS = {
     "matrices": Group((Attention, SwiGLU), "muon", True),
     "experts": Group((Experts,), "muon", True),
@@ -86,7 +86,7 @@ def role(model: nn.Module, name: str, parameter: Tensor) -> str:
 
 
 def describe_groups(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What went where, to print or to record as JSON: of groups, or of an optimizer's `param_groups`.
+    """The contents of groups, or of an optimizer's `param_groups`, to print or to record as JSON.
 
     >>> describe_groups(parameter_groups(nn.Embedding(5, 2), lr=1e-3))[0]["names"]
     ['weight']

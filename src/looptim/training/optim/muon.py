@@ -16,9 +16,9 @@ from torch.optim.optimizer import Optimizer
 from ...base.numerics import polar_express
 
 MATCHED_RMS = 0.18
-"""The root mean square of a Muon update of rate 1, that of AdamW's: both then share a rate and a decay."""
+"""The root mean square of a Muon update at rate 1, equal to AdamW's, so that both share a rate and a decay."""
 BATCHED_NUMEL = 2**26
-"""Elements of a rank's share of one batch of equal shapes: what bounds the memory a step needs."""
+"""The number of elements in a rank's share of one batch of equal shapes, which bounds a step's memory."""
 
 
 class MuonAdamW(Optimizer):
@@ -49,7 +49,7 @@ class MuonAdamW(Optimizer):
         eps: float = 1e-8,
         polar_steps: int = 6,
     ):
-        # With fused among a group's keys, torch loads AdamW's step counts to where the fused kernel wants them.
+        # With `fused` among a group's keys, torch loads AdamW's step counts to where the fused kernel expects them.
         defaults = {"momentum": momentum, "betas": betas, "eps": eps, "polar_steps": polar_steps, "fused": True}
         super().__init__(groups, defaults)
 
@@ -68,7 +68,7 @@ class MuonAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, skip: Tensor | None = None) -> Any:
-        """One update of every parameter that has a gradient; none where `skip`, on their device, is 1.0 and not 0.0."""
+        """Update every parameter that has a gradient; do nothing if the on-device number `skip` is 1.0."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -84,7 +84,7 @@ class MuonAdamW(Optimizer):
         return loss
 
     def prepare(self) -> None:
-        """Make the state of the parameters that have none, also without a gradient: it is then in every checkpoint."""
+        """Create the state of all parameters, even those without a gradient, so that every checkpoint contains it."""
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]
@@ -135,25 +135,25 @@ class MuonAdamW(Optimizer):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, any other tensor itself."""
+    """The local part of a DTensor; any other tensor is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def equal_shapes(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Batches of equal shape, dtype and sharding, in an order and of sizes that are the same on every rank."""
+    """Batches of equal shape, dtype and sharding, in an order and in sizes that agree on every rank."""
     alike: dict[Any, list[Tensor]] = {}
     for p in parameters:
         sharding = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
         alike.setdefault((p.shape, p.dtype, p.device, sharding), []).append(p)
     for batch in alike.values():
         count = max(1, BATCHED_NUMEL * num_shards(batch[0]) // max(1, batch[0].numel()))
-        # Of matrices that are put together each rank should have one.
+        # If matrices are assembled, each rank should get one.
         count = max(count, num_shards(batch[0]))
         yield from (batch[i : i + count] for i in range(0, len(batch), count))
 
 
 def num_shards(p: Tensor) -> int:
-    """Over how many ranks a parameter is sharded."""
+    """The number of ranks a parameter is sharded over."""
     if not isinstance(p, DTensor):
         return 1
     sides = zip(p.placements, p.device_mesh.shape, strict=True)
@@ -175,7 +175,7 @@ def orthogonalize(updates: Sequence[Tensor], *, like: Tensor, steps: int) -> Seq
     if len(sides) == mesh.ndim:
         shape, placements = torch.Size((len(updates), *like.shape)), like.placements
     else:
-        # Of whole matrices here there may be copies elsewhere, to be shared out one by one.
+        # Whole matrices may have copies on other ranks, so they are divided one by one.
         assert mesh.mesh_dim_names is not None and all(isinstance(like.placements[i], Replicate) for i in sides)
         mesh, placements = mesh[tuple(mesh.mesh_dim_names[i] for i in sides)], [Replicate()] * len(sides)
         stacked = stacked.flatten(0, -3)
@@ -188,7 +188,7 @@ def orthogonalize(updates: Sequence[Tensor], *, like: Tensor, steps: int) -> Seq
         stride=torch.empty(shape, device="meta").stride(),
     )
     in_parts = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in placements]
-    # An all-to-all turns some rows of all matrices into all rows of some: each rank then works on whole matrices.
+    # An all-to-all turns some rows of all matrices into all rows of some, so that each rank works on whole matrices.
     whole = wrap(stacked, placements=in_parts).redistribute(placements=[Shard(0)] * mesh.ndim)
     polar = polar_express(whole.to_local(), steps).contiguous()
     parts = wrap(polar, placements=whole.placements).redistribute(placements=in_parts).to_local()
@@ -196,5 +196,5 @@ def orthogonalize(updates: Sequence[Tensor], *, like: Tensor, steps: int) -> Seq
 
 
 def shares_matrices(placement: Placement, ndim: int) -> bool:
-    """Whether ranks along a side of the mesh have parts of the same matrices, or copies of them."""
+    """Whether ranks along a mesh dimension hold parts of the same matrices, or copies of them."""
     return isinstance(placement, Replicate) or (isinstance(placement, Shard) and placement.dim >= ndim - 2)

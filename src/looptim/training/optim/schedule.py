@@ -40,7 +40,7 @@ def learning_rate(step: int, *, peak: float, minimum: float = 1e-5, warmup: int,
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scale all gradients by min(1, max_norm / norm), norm being that of all of them over all ranks; it is returned.
+    """Scale all gradients by min(1, max_norm / norm), where norm is their global norm over all ranks; returns the norm.
 
     >>> p = torch.nn.Parameter(torch.zeros(2))
     >>> p.grad = torch.tensor([3.0, 4.0])
@@ -48,11 +48,11 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     (tensor(5.), tensor([0.6000, 0.8000]))
     """
     if not max_norm > 0:
-        raise ValueError(f"max_norm must be positive, got {max_norm}; to leave gradients alone, give math.inf.")
+        raise ValueError(f"max_norm must be positive, got {max_norm}; to leave gradients unclipped, pass math.inf.")
     by_mesh: dict[Any, list[Tensor]] = {}
     for p in parameters:
         if p.grad is not None:
-            # torch adds up norms over one mesh only.
+            # torch sums norms over a single mesh only.
             by_mesh.setdefault(getattr(p.grad, "device_mesh", None), []).append(p.grad)
     if not by_mesh:
         return torch.zeros(())
