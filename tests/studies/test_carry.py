@@ -120,5 +120,7 @@ def test_what_cannot_travel_is_a_sentence(monkeypatch):
         return file
 
     monkeypatch.setitem(lo.PRESETS, "mine", mine)
-    with pytest.raises(ValueError, match=r"the presets mine cannot be sent to workers \(.*\); mend that"):
+    with pytest.raises(
+        ValueError, match=r"the presets mine cannot be sent to workers \(.*\); remove what cannot be pickled"
+    ):
         carry.pack(["mine"])

@@ -46,7 +46,7 @@ def write(run: RunDir, step: int, tensors: dict[str, Tensor], record: dict[str, 
         if isinstance(_inner(error), KeyboardInterrupt):
             raise KeyboardInterrupt from None
         raise ValueError(
-            f"could not write the checkpoint of step {step} to {final.parent}: {_cause(error)}; free space, and --resume"
+            f"could not write the checkpoint of step {step} to {final.parent}: {_cause(error)}; free space, --resume"
         ) from error
     world.wait()
     return final
