@@ -40,8 +40,8 @@ def check_transition(config: Config) -> None:
         found = None if model.loop.noncausal else find_leak(small)[0] or _find_far(model, steps, shape)
         if found is not None:
             raise ValueError(
-                f"{found}; fix it or, if it is intended, set noncausal = true under [loop], which every table and report "
-                "will say"
+                f"{found}; fix it or, if it is intended, set noncausal = true under [loop], which every table and "
+                "report will say"
             )
 
 
