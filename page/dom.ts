@@ -57,6 +57,14 @@ export function percent(value: number | null): string {
   return value === null ? "–" : `${Number((100 * value).toPrecision(3))}%`;
 }
 
+/** When what is on the page so far has been drawn; where nothing is drawn, as in a hidden tab, soon. */
+export function painted(): Promise<void> {
+  return new Promise((done) => {
+    requestAnimationFrame(() => setTimeout(done));
+    setTimeout(done, 100);
+  });
+}
+
 /** The data that Python packed into the page. */
 export async function unpack<T>(): Promise<T> {
   const packed = document.getElementById("data")!.textContent!.trim();

@@ -1,6 +1,6 @@
 // The look page: tokens across, loops down, and everything about the one cell the cursor is on.
 import { Cursor, Data, Exit, Model, rowName } from "./data";
-import { darken, el, percent, select, short, unpack, visible } from "./dom";
+import { darken, el, painted, percent, select, short, unpack, visible } from "./dom";
 import { answers, attention, equation, experts, numbers, optimizer } from "./panels";
 import { Shade, shades } from "./shade";
 
@@ -180,7 +180,18 @@ function exits(models: Model[], views: View[]): HTMLElement {
 }
 
 async function main(): Promise<void> {
+  const page = document.getElementById("page")!;
+  const title = [
+    el("h1", {}, "Inside the loop"),
+    el("p", { class: "note" }, "The text runs across, the loops run down. Each cell is the model’s top prediction for the " +
+      "next token if it stopped looping there. Point at a cell, tap it, or use the arrow keys for details. Bold and " +
+      "underlined: the prediction is the token that really comes next. Orange bar on top: from here on the prediction no " +
+      "longer changes."),
+  ];
+  page.replaceChildren(...title);
   const data = await unpack<Data>();
+  // A long text has thousands of nodes, which take longer to draw than a reader should look at nothing.
+  await painted();
   // The first tokens have little to look back at; the next ones are on the screen of a phone, too.
   const kept = { token: Math.max(0, Math.min(3, data.tokens.length - 2)), row: data.models[0].rows.length - 1 };
   const said = el("p", { class: "said", role: "status", "aria-live": "polite" });
@@ -194,14 +205,10 @@ async function main(): Promise<void> {
   }
   const known = shades(data);
   const paint = (name: string) => views.forEach((view) => view.shade(known[name]));
-  const page = document.getElementById("page")!;
   document.title = `${data.models.map((model) => model.name).join(" and ")} · looptim look`;
   page.replaceChildren(
     el("header", {},
-      el("h1", {}, "Inside the loop"),
-      el("p", { class: "note" }, "The text runs across, the loops run down. Each cell is the model’s top prediction for the " +
-        "next token if it stopped looping there. Point at a cell, tap it, or use the arrow keys for details. Bold and underlined: the " +
-        "prediction is the token that really comes next. Orange bar on top: from here on the prediction no longer changes."),
+      ...title,
       el("div", { class: "controls" },
         select("shade by", Object.entries(known).map(([name, shade]) => [name, shade.title]), paint),
         exits(data.models, views)),

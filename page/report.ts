@@ -1,7 +1,7 @@
 // The page of a report or a study: the loss first, then everything else that runs logged.
 import { Plot, count, isDark, onScheme, swatch } from "./chart";
 import { onPaper } from "./curves";
-import { el, select, unpack, visible } from "./dom";
+import { el, painted, select, unpack, visible } from "./dom";
 import { forest } from "./forest";
 import { heat } from "./heat";
 import { equation } from "./panels";
@@ -106,8 +106,11 @@ async function main(): Promise<void> {
   }
   document.title = `${data.title} · looptim report`;
   const page = document.getElementById("page")!;
+  const title = el("h1", {}, visible(data.title).replaceAll("·", " "));
+  page.replaceChildren(title);
+  await painted();
   page.replaceChildren(
-    el("h1", {}, visible(data.title).replaceAll("·", " ")), toggles(data, view, redraw), bar, ...(first ? [first] : []), differences,
+    title, toggles(data, view, redraw), bar, ...(first ? [first] : []), differences,
     ...data.equations.map(equation), el("div", { class: "charts" }, ...others), written, ...data.tables.map(table),
     ...(data.files.length ? [el("h2", {}, "Files")] : []),
     ...data.files.map(({ name, text }) => el("details", {}, el("summary", {}, el("bdi", {}, name)), el("pre", {}, text))),

@@ -115,7 +115,7 @@ def first_paint(page):
 @pytest.mark.parametrize("width", [390, 1440])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_is_drawn_at_once_and_fits(tmp_path, open_page, width, scheme):
-    page = open_page(look(tmp_path), width=width, scheme=scheme)
+    page = open_page(look(tmp_path, (9 * TEXT)[:128]), width=width, scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(19, 20, 23)"
     assert dark == (scheme == "dark")
