@@ -6,7 +6,7 @@ TEST_ENV := OMP_NUM_THREADS=1
 
 .PHONY: demo quick test check format slow page browser docs wheel clean
 
-demo: .venv/.installed
+demo: .venv/.demo
 	@$(BIN)/looptim demo
 
 # What a change breaks first, in under 90 seconds: no test that starts processes or trains for long.
@@ -53,10 +53,19 @@ clean:
 	rm -rf .venv
 
 # torch comes first and alone: anything else that asks for it would bring the newest build instead of the pinned one.
-.venv/.installed: pyproject.toml constraints.txt
+# Nothing is compiled ahead: torch alone has thousands of files, of which few are ever imported.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+
+# What the demo needs takes a minute; the rest, two more.
+.venv/.demo: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("looptim needs Python 3.11 or newer; set PYTHON=..." if sys.version_info < (3, 11) else 0)'
-	@echo "== making .venv and installing what constraints.txt pins (a few minutes, once)"
+	@echo "== making .venv and installing what constraints.txt pins (a minute or more, once)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev,docs]'
+	@$(PIP) torch
+	@$(PIP) -e '.[plot,hf]'
+	@touch $@
+
+.venv/.installed: .venv/.demo
+	@echo "== installing what all verbs, the tests and the docs need (some minutes, once)"
+	@$(PIP) -e '.[all,dev,docs]'
 	@touch $@
