@@ -22,7 +22,7 @@ from ..training.train import train
 from .look import look
 from .report import report
 
-STEPS = 80
+STEPS = 60
 PRESETS = {"operloop": ["loop.options.shared=true"], "vanilla": []}
 """What is trained; all loops of this OperLoop share one transition, so that its depth can be varied afterwards."""
 TEXT = "def read(self, name):\n    with open(name) as file:\n        return file.read()\n"
