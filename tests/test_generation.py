@@ -70,7 +70,7 @@ def test_generate_streams_the_same_text_from_the_run_and_from_the_exported_folde
             "temperature must be a number that is not negative, got -1.0",
         ),
         (["export", "nowhere", "there"], "has no complete checkpoint"),
-        (["export", "RUN", "RUN"], "exists and is no exported model"),
+        (["export", "RUN", "RUN"], "exists and is not an exported model"),
         (["report", "nowhere"], "nowhere"),
     ],
 )
@@ -111,7 +111,7 @@ def test_an_export_replaces_an_export_and_nothing_else(trained, tmp_path, monkey
     assert lo.export(trained, tmp_path / "mine") == lo.export(trained, tmp_path / "mine")
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
     (tmp_path / "mine" / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ValueError, match="exists and is no exported model"):
+    with pytest.raises(ValueError, match="exists and is not an exported model"):
         lo.export(trained, tmp_path / "mine")
     assert (trained / "checkpoints").is_dir()
     monkeypatch.chdir(tmp_path)

@@ -314,7 +314,7 @@ def test_the_command_line_loops_a_folder(tmp_path):
     assert (done.returncode, done.stdout.strip()) == (0, str(out)), done.stderr
     config = AutoConfig.from_pretrained(out)
     assert config.loop["options"] | {"streams": 2, "shared": True} == config.loop["options"]
-    with pytest.raises(ValueError, match="exists; give a folder that is not there yet"):
+    with pytest.raises(ValueError, match="exists; give a new folder"):
         loop_folder(tmp_path / "base", out, layout="1-2x3-1")
     with pytest.raises(ValueError, match="has 5 layers, but LlamaForCausalLM has 4"):
         loop_folder(tmp_path / "base", tmp_path / "other", layout="1-2x3-2")

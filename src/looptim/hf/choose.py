@@ -1,4 +1,4 @@
-"""Which layers of a pretrained decoder to loop."""
+"""Choosing which layers of a pretrained decoder to loop."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from .loop_model import loop_model
 @final
 @dataclass(frozen=True)
 class LayerChoice:
-    """What was measured of the layers and of every window of `size` of them; prints as a recommendation."""
+    """Measurements of the layers and of every window of `size` layers; prints as a recommendation."""
 
     size: int
     influence: list[float]
-    """Of each layer, `1 - cos(in, out)`: how much it turns the hidden states (Men et al., 2024)."""
+    """For each layer, `1 - cos(in, out)`: how much it turns the hidden states (Men et al., 2024)."""
     angle: list[float]
-    """Of each window, `arccos(cos(in, out)) / pi` (Gromov et al., 2024)."""
+    """For each window, `arccos(cos(in, out)) / pi` (Gromov et al., 2024)."""
     contraction: list[float]
-    """Of each window `g`, `|g(g(h)) - g(h)| / |g(h) - h|`: how far a second pass moves what the first has moved."""
+    """For each window `g`, `|g(g(h)) - g(h)| / |g(h) - h|`: how far a second pass moves relative to the first."""
 
     @property
     def best(self) -> int:
@@ -37,7 +37,7 @@ class LayerChoice:
         return min(range(len(self.contraction)), key=self.contraction.__getitem__)
 
     def layout(self, loops: int = 2) -> str:
-        """The best window, looped."""
+        """The layout that loops the best window."""
         return _layout(self.best, self.size, len(self.influence), loops)
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ def choose_layers(
 
 
 def _states(model: PreTrainedModel, tokens: Tensor) -> list[Tensor]:
-    """The hidden states before the first layer and after each."""
+    """The hidden states before the first layer and after each layer."""
     body, name = find_layers(model)
     seen: list[Tensor] = []
 
@@ -104,7 +104,7 @@ def _median(states: list[list[Tensor]], measure: Callable[[list[Tensor]], Tensor
 
 
 def _contraction(model: PreTrainedModel, layout: str, tokens: Sequence[Tensor]) -> float:
-    """The median, over tokens, of how far a second pass of a window moves a token over how far the first does."""
+    """The median over tokens of how far a second pass of a window moves a token, relative to the first pass."""
     looped = loop_model(model, layout, "vanilla")
     ratios = []
     for each in tokens:

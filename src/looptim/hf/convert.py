@@ -1,4 +1,4 @@
-"""The names of weights in files: what they were called before, and whether they fit a model."""
+"""Names of weights in files: older names, and the check that they fit a model."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_utils import PreTrainedModel
 
 OLD_NAMES = {"looped.head.": "lm_head.", "looped.embedding.": "model.embed_tokens.", "looped.": "model."}
-"""How names begin in exports of the time when a child `looped` held the whole model, and how they begin now."""
+"""Old and new prefixes; exports once had a child `looped` that held the whole model."""
 
 
 def renamings() -> list[WeightRenaming]:
-    """`OLD_NAMES` for the loading of transformers, made anew for each: they remember what they renamed."""
+    """`OLD_NAMES` for transformers' loading, created anew each time because the objects remember what they renamed."""
     return [WeightRenaming("^" + old.replace(".", r"\."), new) for old, new in OLD_NAMES.items()]
 
 
 def check_fit(model: PreTrainedModel, files: list[str]) -> None:
-    """A ValueError unless the files have exactly the tensors of the model, in name and shape; a body has no head."""
+    """Raise a ValueError unless the files have exactly the tensors of the model; a body has no head."""
     if not files or not all(file.endswith(".safetensors") for file in files):
         return
     here = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -44,7 +44,7 @@ def check_fit(model: PreTrainedModel, files: list[str]) -> None:
 
 
 def _name_in_model(name: str, known: Container[str]) -> str:
-    """What a weight of a file is called in a model, which may be the body or have one."""
+    """The name that a weight from a file has in a model, which may be the body or include a head."""
     for old, new in OLD_NAMES.items():
         if name.startswith(old):
             name = new + name.removeprefix(old)

@@ -20,28 +20,28 @@ def export(run: str | Path, out: str | Path | None = None) -> Path:
     if out.resolve() == Path.cwd():
         raise ValueError(f"{out} is the current folder, which an export would replace; give one inside it")
     if out.exists() and not _is_export(out):
-        raise ValueError(f"{out} exists and is no exported model; give a folder that is not there yet")
+        raise ValueError(f"{out} exists and is not an exported model; give a new folder")
     if folder.latest() is None:
         raise ValueError(f"{run} has no complete checkpoint; give the folder of a run that has reached one")
     model, tokenizer = load(run)
     wrapped = wrap(model)
     data = folder.config().data
     if data.source.startswith("synthetic:"):
-        # The task goes along, so that the exported model can be evaluated on what it was trained on.
+        # The task is exported too, so that the model can be evaluated on what it was trained on.
         wrapped.config.task_specific_params = {data.source.removeprefix("synthetic:"): data.options}
     code = recorded_code(folder).get("code")
     if code is not None:
-        # A transition of the user's own is not in the folder, which knows it by its source only.
+        # The export does not contain a transition of the user's own, which is known only by its source.
         wrapped.config.code = code
     wrapped.generation_config.eos_token_id = tokenizer.eos
     try:
-        # The export before stays until this one is whole: a folder without its weights would look like an export.
+        # The earlier export stays until this one is complete, since a folder without weights would look like an export.
         with whole_folder(out, replace=True) as aside, no_progress_bar():
             wrapped.save_pretrained(aside)
             tokenizer.save(aside, max_length=model.config.max_length)
             write_whole(aside / "README.md", write_card(folder, folder.config(), model))
     except Exception as error:
-        # A full disk is an OSError here and an error of safetensors there.
+        # A full disk is an OSError here and an error of safetensors elsewhere.
         raise ValueError(f"could not export to {out}: {str(error).splitlines()[0]}") from error
     return out
 

@@ -22,7 +22,7 @@ from .starts import near_base
 from .unrolled import has_place
 
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Kinds of layers that have nothing from one token to the next but keys and values."""
+"""Kinds of layers that pass nothing between tokens but keys and values."""
 
 
 def loop_model(model: PreTrainedModel, layout: str, preset: str = "operloop", **options: Any) -> PreTrainedModel:
@@ -48,7 +48,7 @@ def loop_model(model: PreTrainedModel, layout: str, preset: str = "operloop", **
     config = LoopedDecoderConfig.of(model.config, layout=layout, preset=preset, options=options)
     for steps in sorted({segment.loops for segment in segments if segment.loops is not None}):
         check_loop(small_copy(config.hidden_size, lambda width, steps=steps: build_loop(config, steps, width)))
-    # A copy of every module, so that the base stays what it is, around the very same tensors.
+    # Every module is copied, so that the base stays as it is, but the tensors are shared.
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     looped = copy.deepcopy(model, tensors)
     looped.__class__ = causal_class(config)
@@ -64,12 +64,12 @@ def loop_folder(
     preset: str = "operloop",
     options: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Loop the decoder that lies in a folder, and write it, with its tokenizer, to the folder `out`."""
+    """Loop the decoder in a folder, and write it with its tokenizer to the folder `out`."""
     folder, out = Path(folder), Path(out)
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} is no model of transformers, it has no config.json; give the folder of one")
+        raise ValueError(f"{folder} has no config.json, so it is not a model of transformers; give the folder of one")
     if out.exists():
-        raise ValueError(f"{out} exists; give a folder that is not there yet")
+        raise ValueError(f"{out} exists; give a new folder")
     check_writable(out)
     with no_progress_bar():
         base = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
@@ -115,7 +115,7 @@ def _check(model: PreTrainedModel, layout: str, preset: str) -> tuple[Segment, .
 
 
 def _check_ties(model: PreTrainedModel, segments: tuple[Segment, ...]) -> None:
-    """A ValueError where layers share weights and a loop would run only some of them."""
+    """Raise a ValueError if layers share weights and a loop would run only some of them."""
     layers, first = _layers(model), 0
     for blocks, loops in segments:
         window = range(first, first + blocks)

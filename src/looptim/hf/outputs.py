@@ -1,4 +1,4 @@
-"""What the models return."""
+"""The outputs of the models."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class LoopedModelOutput(BaseModelOutputWithPast):
-    """The output of the body, and the auxiliary loss of its MoE layers without its coefficient."""
+    """The output of the body, plus the auxiliary loss of its MoE layers without its coefficient."""
 
     aux_loss: Float[Tensor, ""] | None = None
     depth: tuple[Int[Tensor, "B T"], ...] | None = None
-    """How many steps each new token took in each loop, where tokens may leave."""
+    """How many steps each new token took in each loop, if tokens may leave."""
 
 
 @dataclass
@@ -26,4 +26,4 @@ class LoopedCausalLMOutput(MoeCausalLMOutputWithPast):
     """The output of the model with a head."""
 
     depth: tuple[Int[Tensor, "B T"], ...] | None = None
-    """How many steps each new token took in each loop, where tokens may leave."""
+    """How many steps each new token took in each loop, if tokens may leave."""

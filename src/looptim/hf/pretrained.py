@@ -1,4 +1,4 @@
-"""What every looped model of transformers has in common: how it is built, loaded, initialized and told its depth."""
+"""What all looped models of transformers share: how they are built, loaded, initialized and told their depth."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LoopedPreTrainedModel(PreTrainedModel):
-    """What the body alone and the model with a head have in common."""
+    """What the bare body and the model with a head share."""
 
     config: LoopedConfig
     config_class = LoopedConfig
@@ -31,10 +31,10 @@ class LoopedPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_flash_attn = True
     _supports_attention_backend = True
-    # A loop hands its state on to itself and masks to its blocks, out of sight of hooks that would move them.
+    # A loop passes its state on to itself and masks to its blocks, invisibly to hooks that would move them.
     _no_split_modules = ["LoopedModel"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    # The router's biases move in steps that bf16 cannot hold.
+    # The router biases move in steps that bf16 cannot represent.
     _keep_in_fp32_modules_strict = ["feedforward.bias"]  # noqa: RUF012
 
     _parts: ClassVar[Mapping[str, str]] = {}
@@ -51,11 +51,11 @@ class LoopedPreTrainedModel(PreTrainedModel):
         return cls(config, looped).train(looped.training)
 
     def set_loops(self, loops: int | None) -> None:
-        """Run a shared transition `loops` times from now on; None is what the layout says."""
+        """From now on, run a shared transition `loops` times; None restores the layout's number."""
         self.set_depth(None if loops is None else Fixed(loops))
 
     def set_depth(self, depth: Depth | None) -> None:
-        """Run every loop as deep as `depth` says from now on; None is what the layout says.
+        """From now on, run every loop as deep as `depth` says; None restores the layout's depth.
 
         A saved config has the largest number of loops. A cache that was filled at another depth cannot be used again.
         """
@@ -63,13 +63,13 @@ class LoopedPreTrainedModel(PreTrainedModel):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        # Resizing, PEFT and vLLM replace children, and the body has to run what they put here.
+        # Resizing, PEFT and vLLM replace children, and the body must run the replacements.
         if name in self._parts:
             setattr(self.body, self._parts[name], value)
 
     @property
     def body(self) -> LoopedBody:
-        """The model of looptim that runs the parts."""
+        """The looptim model that runs the parts."""
         return cast("LoopedModel", self.base_model)._body
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
@@ -82,10 +82,10 @@ class LoopedPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """Initialize only what a checkpoint lacks: a looptim model has its initial weights as soon as it is built."""
+        """Initialize only what a checkpoint lacks; a looptim model has its initial weights as soon as it is built."""
         body = self.body
         tensors = dict(body.named_parameters()) | dict(body.named_buffers())
-        # transformers marks what a checkpoint brought.
+        # transformers marks the weights that a checkpoint provided.
         done = {
             name for name, tensor in tensors.items() if tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)
         }
@@ -98,7 +98,7 @@ class LoopedPreTrainedModel(PreTrainedModel):
 
     @staticmethod
     def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, **kwargs: Any):
-        # Here the files are known and nothing is allocated yet. An adapter says which weights it expects.
+        # At this point the files are known and nothing is allocated yet. An adapter declares the weights it expects.
         whole = state_dict is None and not kwargs.get("expected_keys") and not load_config.is_quantized
         if whole and not load_config.ignore_mismatched_sizes:
             check_fit(model, checkpoint_files or [])
@@ -108,11 +108,11 @@ class LoopedPreTrainedModel(PreTrainedModel):
         given = load_config.weight_mapping or []
         load_config = dataclasses.replace(load_config, weight_mapping=[*given, *renamings()])
         loaded = PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, **kwargs)
-        # What transformers finds here it reverts when it saves, and an old export is saved under the names of today.
+        # transformers reverts these renames when it saves, but an old export should be saved under the current names.
         model._weight_conversions = [used for used in getattr(model, "_weight_conversions", ()) if used in given]
         cast("LoopedModel", model.base_model).find_shifts()
         return loaded
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
-        """Nothing: transformers would copy this file into every saved folder, where the shim is."""
+        """Do nothing, since transformers would copy this file into every saved folder, over the shim."""

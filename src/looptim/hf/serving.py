@@ -1,4 +1,4 @@
-"""Looped models where people talk to them: in vLLM, behind an OpenAI-compatible server, in a terminal."""
+"""Looped models for users: in vLLM, behind an OpenAI-compatible server, and in a terminal."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .decoder import causal_class
 from .model import LoopedForCausalLM
 
 BACKEND = "vllm.model_executor.models.transformers:TransformersForCausalLM"
-"""Runs a model of transformers with vLLM's attention and linear layers. Its form for experts would exchange ours."""
+"""Runs a transformers model with vLLM's attention and linear layers. Its class for experts would replace ours."""
 
 
 def register() -> None:
-    """Tell vLLM, in each of its processes, which classes our folders name and that the Auto classes know them.
+    """Tell each process of vLLM which classes our folders name, and register them with the Auto classes.
 
     The entry point `vllm.general_plugins` calls it. After that `vllm serve DIR` works on an exported folder, without
     `trust_remote_code`.

@@ -29,24 +29,24 @@ class Twin:
         return getattr(self.__dict__["owner"], name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Its class is made at run time, and no pickle would find it.
+        # Its class is created at run time, so pickle would not find it.
         return make_twin, (self.__dict__["owner"], self.layer_idx)
 
 
 @functools.cache
 def _twin_class(kind: type[nn.Module]) -> type[nn.Module]:
-    # Transformers finds layers by the name of their class too.
+    # transformers also finds layers by the name of their class.
     return type(kind.__name__, (Twin, kind), {"__module__": kind.__module__})
 
 
 def make_twin(owner: nn.Module, layer_idx: int) -> nn.Module:
-    """A double of a layer or of a part of it, with another place in the KV cache."""
+    """A double of a layer or of a part of it, with its own place in the KV cache."""
     kind = _twin_class(type(owner))
     twin = kind.__new__(kind)
     nn.Module.__init__(twin)
-    # Registered as a child, the owner would bring its weights a second time.
+    # Registered as a child, the owner would add its weights a second time.
     twin.__dict__["owner"] = owner
-    # An engine may have given the owner another forward; the class keeps the one that engines read.
+    # An engine may have replaced the owner's forward; the class keeps the one that engines read.
     twin.__dict__["forward"] = functools.partial(_forward, owner, twin)
     twin.layer_idx = cast(Any, layer_idx)
     twin.training = owner.training
@@ -57,12 +57,12 @@ def make_twin(owner: nn.Module, layer_idx: int) -> nn.Module:
 
 
 def _forward(owner: nn.Module, twin: nn.Module, *given: Any, **named: Any) -> Any:
-    """The forward of the owner, run by its twin."""
+    """The owner's forward, run by its twin."""
     return cast(Any, owner.forward).__func__(twin, *given, **named)
 
 
 def has_place(module: nn.Module) -> bool:
-    """Whether a module has a place in the KV cache."""
+    """Whether a module has its own place in the KV cache."""
     return isinstance(module.__dict__.get("layer_idx"), int)
 
 
@@ -102,7 +102,7 @@ class UnrolledLayers(nn.Module):
                 rows.append(row)
             loop = None if count is None else next(loops)
             if loop is not None:
-                # A transition that is not shared refuses another number of loops than its own.
+                # A transition that is not shared refuses any number of loops but its own.
                 loop.schedule(count)
             self.plan.append((loop, rows))
             first += blocks
@@ -120,7 +120,7 @@ class UnrolledLayers(nn.Module):
         return self.flat[index] if isinstance(index, int) else list(self)[index]
 
     def __iter__(self) -> Iterator[Visit]:
-        """What a decoder calls, one thing per unrolled layer; made anew for every forward."""
+        """The list a decoder calls, one entry per unrolled layer; it is created anew for every forward pass."""
         return iter([visit for loop, rows in self.plan for visit in self._visits(loop, rows)])
 
     def _visits(self, loop: Loop | None, rows: list[list[nn.Module]]) -> list[Visit]:
@@ -134,7 +134,7 @@ class UnrolledLayers(nn.Module):
     def _loop(
         self, loop: Loop, steps: int, calls: list[Call], last: nn.Module, h: Tensor, *given: Any, **named: Any
     ) -> Tensor:
-        """Run a loop on what its layers were handed."""
+        """Run a loop on what its layers received."""
         _keep(calls, last, h, *given, **named)
         per_step = len(calls) // steps
         stacks = [functools.partial(_run, calls[i : i + per_step]) for i in range(0, len(calls), per_step)]
@@ -142,7 +142,7 @@ class UnrolledLayers(nn.Module):
 
 
 class Call(NamedTuple):
-    """What a layer was handed beside the hidden states."""
+    """What a layer received besides the hidden states."""
 
     layer: nn.Module
     given: tuple[Any, ...]
@@ -167,14 +167,14 @@ class Visit:
 
 def _keep(calls: list[Call], layer: nn.Module, h: Tensor, *given: Any, **named: Any) -> Tensor:
     """Keep what a layer was handed for the loop that will run it, and pass the hidden states on."""
-    # A decoder whose layers return tuples has taken a part of the hidden states for the whole.
+    # A decoder whose layers return tuples mistook a part of the hidden states for the whole.
     _check_hidden(layer, h)
     calls.append(Call(layer, given, named))
     return h
 
 
 def _run(calls: Sequence[Call], h: Tensor) -> Tensor:
-    """Some layers after each other."""
+    """Run some layers in order."""
     for layer, given, named in calls:
         h = layer(h, *given, **named)
         _check_hidden(layer, h)
@@ -190,7 +190,7 @@ def _check_hidden(layer: nn.Module, h: Any) -> None:
 
 
 def _place(layer: nn.Module, place: int) -> nn.Module:
-    """The layer itself, at a place in the KV cache."""
+    """The layer itself, at a given place in the KV cache."""
     for part in layer.modules():
         if has_place(part):
             part.layer_idx = cast(Any, place)
