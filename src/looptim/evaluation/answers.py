@@ -1,4 +1,4 @@
-"""The answers of a task that is being evaluated, which survive a kill."""
+"""The answers of a task during its evaluation; they survive a kill."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..rundir import Evaluation
 
 @final
 class Answers:
-    """The answers to the requests of a task that is being evaluated, each on disk as soon as it is known.
+    """The answers to a task's requests, each on disk as soon as it is known.
 
-    Answers given under other settings are dropped; a last line that a kill has cut is ignored.
+    Answers given under other settings are dropped; a last line that a kill cut off is ignored.
     """
 
     def __init__(self, evaluation: Evaluation, settings: dict[str, Any]):
@@ -23,14 +23,14 @@ class Answers:
         with evaluation.writing():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             kept = self._restore(settings) if self.path.is_file() else 0
-            # Answers on disk are not written again: a full disk or a kill in between would lose them.
+            # Answers on disk are not rewritten, since a full disk or a kill in between would lose them.
             self.file = self.path.open("a", encoding="utf-8")
             self.file.truncate(kept)
         if not kept:
             self._write({"settings": settings})
 
     def _restore(self, settings: dict[str, Any]) -> int:
-        """Take over what is there, and return how many bytes of it are whole lines."""
+        """Read existing answers, and return how many bytes of the file are complete lines."""
         size = 0
         for text in self.path.read_bytes().splitlines(keepends=True):
             try:
@@ -50,7 +50,7 @@ class Answers:
             self.file.flush()
 
     def add(self, key: str, answer: Any) -> None:
-        """Keep an answer; a power cut may take the last ones, a kill of the process does not."""
+        """Keep an answer; a power loss may take the last ones, a kill of the process does not."""
         if key not in self.known:
             self.known[key] = answer
             self._write({"key": key, "answer": answer})
@@ -59,13 +59,13 @@ class Answers:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # An answer that could not be written has been reported before.
+        # An answer that could not be written has already been reported.
         with contextlib.suppress(OSError):
             self.file.close()
 
 
 def remove_answers(evaluation: Evaluation) -> None:
-    """Delete the answers of a task, whose result is written."""
+    """Delete a task's answers once its result is written."""
     evaluation.answers.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         evaluation.answers.parent.rmdir()

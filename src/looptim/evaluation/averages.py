@@ -40,12 +40,12 @@ def mean(scores: Mapping[str, float | None], names: Sequence[str]) -> float | No
 
 
 def overall(ll: float | None, em: float | None) -> float | None:
-    """The mean of the two group averages, each with the same weight."""
+    """The mean of the two group averages, weighted equally."""
     return None if ll is None or em is None else (ll + em) / 2
 
 
 def scores(results: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[float, float | None]]:
-    """The value and standard error of every row that has a result, shares as percentages."""
+    """The value and standard error of every row that has a result; shares as percentages."""
     table = {}
     for row in (*ROWS, *FLEXIBLE):
         found = results.get(row.task, {})

@@ -31,7 +31,7 @@ def kind_of(piece: str) -> str:
 def depth_by_kind(
     pairs: Iterable[tuple[Tensor, Tensor]], depths: Iterable[Tensor], tokenizer: Tokenizer, data: Dataset
 ) -> dict[str, dict[str, float]]:
-    """The mean depth and the number of predicted tokens of each kind; of chained assignments, by hops."""
+    """The mean depth and the number of predicted tokens of each kind; for chained assignments, by hops."""
     found: dict[str, list[int]] = defaultdict(list)
     for (tokens, targets), depth in zip(pairs, depths, strict=True):
         hops = data.needed_hops(tokens)

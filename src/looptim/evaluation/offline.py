@@ -1,4 +1,4 @@
-"""Whether the hub answers; if not, everything that would ask it is told so before it starts to retry for minutes."""
+"""Whether the hub is reachable; if not, libraries are told before they retry for minutes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ FLAGS = {
     "datasets.config": ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"),
     "evaluate.config": ("HF_EVALUATE_OFFLINE",),
 }
-"""The same where the variables have been read already."""
+"""The same for libraries that have already read these variables."""
 
 
 def prepare(patience: float = 4.0) -> bool:
-    """Whether the hub can be asked. If not, the Hugging Face libraries work from their caches from now on."""
+    """Whether the hub is reachable. If not, the Hugging Face libraries use only their caches from now on."""
     asked = any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in VARIABLES)
     if not asked and _answers(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), patience):
         return True
@@ -32,7 +32,7 @@ def prepare(patience: float = 4.0) -> bool:
 
 
 def _answers(url: str, patience: float) -> bool:
-    """Whether anything at all comes back, through whatever proxy is set."""
+    """Whether any response comes back, through whatever proxy is set."""
     answered = threading.Event()
 
     def ask() -> None:
@@ -44,7 +44,7 @@ def _answers(url: str, patience: float) -> bool:
             return
         answered.set()
 
-    # A look-up of the name cannot be given a time limit; a thread can be left behind.
+    # A name lookup has no timeout, but its thread can be abandoned.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(patience)

@@ -1,4 +1,4 @@
-"""Tokens per second of decoding with exits, against full depth."""
+"""Decoding speed in tokens per second, with exits against full depth."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUNDS = 3
 
 @torch.no_grad()
 def decoding_speed(model: LoopedLM, depth: Exit, tokens: Tensor, *, new: int = 24) -> dict[str, Any]:
-    """Greedy decoding from the first halves of windows: medians of rounds in which both take their turn."""
+    """Greedy decoding from the first halves of windows; medians over rounds in which both take turns."""
     wrapped = wrap(model)
     room = min(tokens.shape[1] // 2, model.config.max_length - new)
     prompts = tokens.repeat(-(-max(BATCHES) // len(tokens)), 1)[:, : max(room, 1)]
@@ -49,7 +49,7 @@ def decoding_speed(model: LoopedLM, depth: Exit, tokens: Tensor, *, new: int = 2
 
 
 def _decode(wrapped: Any, prompts: Tensor, new: int) -> float:
-    """Seconds for the tokens after the first, so that the prompt is not in them."""
+    """Seconds for the tokens after the first, which exclude the prompt."""
     out = wrapped(prompts, use_cache=True)
     token = out.logits[:, -1:].argmax(-1)
     start = time.perf_counter()

@@ -14,7 +14,7 @@ class Row(NamedTuple):
 
     name: str
     label: str
-    """As the paper prints it; a subscript follows `_`, a superscript `^`."""
+    """The label as the paper prints it; `_` begins a subscript and `^` a superscript."""
     task: str
     """The stock task of lm-eval."""
     metric: str
@@ -84,10 +84,10 @@ FOLDERS = {
     "mmlu_generative": "mmlu/generative",
     "bbh_cot_fewshot": "bbh/cot_fewshot",
 }
-"""Where lm-eval keeps them: reading these folders takes a fraction of a second, the whole index nine."""
+"""Where lm-eval keeps these tasks; reading these folders is fast, while the whole index takes nine seconds."""
 
 CODE = {"humaneval": "openai/openai_humaneval", "humaneval_plus": "evalplus/humanevalplus"}
-"""Tasks that execute what the model writes, and their data sets."""
+"""Tasks that execute code written by the model, and their data sets."""
 
 
 def _tasks(*groups: str) -> tuple[str, ...]:
@@ -101,11 +101,11 @@ SUITES: dict[str, tuple[str, ...]] = {
     "ppl": _tasks("PPL"),
     "reasoning": tuple(TASKS),
 }
-"""Suites by name; `reasoning` is made of our synthetic tasks, the rest of stock tasks of lm-eval."""
+"""Suites by name; `reasoning` consists of our synthetic tasks, the others of stock tasks of lm-eval."""
 
 
 def choose(suite: str | None, tasks: Sequence[str] | None) -> tuple[str, ...]:
-    """The tasks of a suite, of a list, or of the suite that are in the list too.
+    """The tasks of a suite, of a list, or those in both if both are given.
 
     >>> choose("ppl", None)
     ('wikitext', 'lambada_openai')
@@ -128,7 +128,7 @@ def choose(suite: str | None, tasks: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def refusal(code: Sequence[str]) -> str:
-    """What is said of tasks that execute code, unless that was allowed."""
+    """Refuse tasks that execute code, unless that was allowed."""
     return (
         f"{' and '.join(code)} would execute what the model writes; permit it with --allow-code "
         "(allow_code=True), or name the other tasks"

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from .run import Subject
 
 COUNT = 200
-"""Held-out problems of a task, unless a limit says otherwise."""
+"""Held-out problems per task, unless a limit says otherwise."""
 
 
 def settings(name: str, trained: Mapping[str, Any]) -> dict[str, Any]:
-    """What a result depends on: the knobs are those in `trained`, by task, else the task's defaults."""
+    """What a result depends on; options come from `trained`, by task, or else are the task's defaults."""
     return {"seeds": {"problems": 0}, "knobs": knobs_of(TASKS[name], trained.get(name, {}))}
 
 
@@ -55,7 +55,7 @@ def run(
             for prompt, text in zip(some, texts, strict=True):
                 answers.add(prompt, text)
             progress.advance(len(some))
-        # A problem that does not fit counts as wrong: asked for half of it, the model cannot know the answer.
+        # A problem that does not fit counts as wrong, since half of it would not determine the answer.
         return [answers.known[prompt] if prompt in fitting else "" for prompt in prompts]
 
     share = evaluate_exact_match(name, generate, count=number, knobs=knobs)

@@ -1,4 +1,4 @@
-"""Where tokens leave a loop: what exits would look at in a run at full depth, and where tokens really left."""
+"""Where tokens leave a loop: the signals of exits in a run at full depth, and where tokens really left."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..model.lm import LoopedLM
 from .template import rounded
 
 EXITS = ("residual", "change", "acceleration")
-"""The signals of exits that need no prediction: what a loop itself knows of its tokens."""
+"""The exit signals that need no prediction, only what a loop itself knows about its tokens."""
 PREDICTING = ("kl", "entropy", "margin")
-"""Those that look at the prediction a model would make, for models that are ours."""
+"""The exit signals that need a prediction, for models of our own."""
 
 
 def exits_of(model: nn.Module, loop: Loop, steps: Sequence[tuple[Transition, Record]]) -> list[dict[str, Any]]:
-    """What an `Exit` would look at, step by step; a token leaves where it is below the threshold."""
+    """The value of every signal after each step; a token leaves when it is below the threshold."""
     reader = model.reader() if isinstance(model, LoopedLM) else None
     names = EXITS + (() if reader is None else PREDICTING)
     signals = {name: find_signal(name) for name in names}
@@ -37,7 +37,7 @@ def exits_of(model: nn.Module, loop: Loop, steps: Sequence[tuple[Transition, Rec
 
 
 def left_by(model: nn.Module, tokens: Tensor, depth: Depth) -> dict[str, Any]:
-    """After how many loops each token really left, and what the model then says."""
+    """After how many loops each token really left, and what the model then predicts."""
     if not depth.leaves:
         raise ValueError(f"{depth} lets no token leave; give an exit such as residual:0.05, or a number with --loops")
     if not isinstance(model, LoopedLM):

@@ -42,7 +42,7 @@ def report(
 
 
 def _watch(folders: Sequence[Path], out: Path, seconds: float) -> None:
-    """Keep the page up to date until the runs are done, or Ctrl-C; it alone, since figures take their time."""
+    """Update only the page until the runs are done, or Ctrl-C, since figures take their time."""
     if seconds <= 0:
         raise ValueError(f"a report is written anew every so many seconds, more than none; got {seconds}")
     try:
@@ -53,10 +53,10 @@ def _watch(folders: Sequence[Path], out: Path, seconds: float) -> None:
             write_report(out, {"index.html": page.html().encode()}, figures=())
             time.sleep(seconds)
     except KeyboardInterrupt:
-        # What is there by now is worth a whole report, and an open page has to stop following.
+        # A full report is written at the end, and an open page must stop refreshing.
         return
 
 
 def _is_done(run: Run) -> bool:
-    """Whether a run has come to its last step; one whose recipe does not say is not waited for."""
+    """Whether a run has reached its last step; a run whose recipe does not load is not waited for."""
     return run.lines[-1]["step"] >= run.config.get("train.steps", 0)

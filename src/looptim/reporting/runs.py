@@ -1,4 +1,4 @@
-"""Several run directories at once, under names that tell them apart."""
+"""Several run directories, under names that tell them apart."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The folders' names, with as many parents as tell them apart."""
+    """The folders' names, with as many parent folders as it takes to tell them apart."""
     parts = [folder.resolve().parts for folder in folders]
     if len(set(parts)) < len(parts):
         twice = next(str(f) for f, part in zip(folders, parts, strict=True) if parts.count(part) > 1)

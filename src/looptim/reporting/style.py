@@ -21,7 +21,7 @@ RC: Any = {
     "axes.axisbelow": True,
     "legend.frameon": False,
     "lines.linewidth": 1.6,
-    # A fixed salt makes the same figure the same bytes.
+    # With a fixed salt, equal figures have equal bytes.
     "svg.hashsalt": "looptim",
 }
 
@@ -42,7 +42,7 @@ COLORS = {
     "operloop_bounded": "#e69f00",
     "operloop_robust": "#000000",
 }
-"""Okabe and Ito's palette with gray, yellow darkened to show on white. Operloop's relatives meet only each other."""
+"""Okabe and Ito's palette plus gray, with a darker yellow for white paper; relatives of operloop share no color."""
 
 LINESTYLES: tuple[Any, ...] = (
     "-",
@@ -78,17 +78,17 @@ def style_of(name: str) -> dict[str, Any]:
 
 
 def _onwards(linestyle: Any) -> list[int]:
-    """The places of all line styles, from this one on."""
+    """The indices of all line styles, starting at this one."""
     first = LINESTYLES.index(linestyle)
     return [(first + step) % len(LINESTYLES) for step in range(len(LINESTYLES))]
 
 
 def styles_of(presets: Sequence[str]) -> list[dict[str, Any]]:
-    """A style for each run by its transition: that of the transition, in another shade and dash for its second run.
+    """A style for each run, by its transition; its second run gets another shade and dash.
 
     Shades of a color tell three apart; where there are more of one transition, they have colors of their own.
     """
-    # The two that everything is compared with come last: readers of several figures know their colors.
+    # The two that everything is compared with come last, because readers know their colors.
     known = (COLORS["none"], COLORS["vanilla"])
     spare = sorted(dict.fromkeys(COLORS.values()), key=known.__contains__)
     others = [color for color in spare if color not in map(color_of, presets)] or spare
@@ -112,7 +112,7 @@ def styles_of(presets: Sequence[str]) -> list[dict[str, Any]]:
                 "linestyle": LINESTYLES[dash],
                 "marker": MARKERS[dash],
             }
-        # Two transitions may share a color; the later one has another dash.
+        # Two transitions may share a color; the later one gets another dash.
         free = [place for place in _onwards(style["linestyle"]) if (style["color"], place) not in taken]
         place = free[0] if free else LINESTYLES.index(style["linestyle"])
         taken.add((style["color"], place))
@@ -121,7 +121,7 @@ def styles_of(presets: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def dash_of(linestyle: Any) -> list[float]:
-    """A line style as the page draws it: pixels that are drawn and left out in turn.
+    """A line style for the page: alternating lengths of drawn and blank pixels.
 
     >>> dash_of((0, (4, 1.5)))
     [8.0, 3.0]

@@ -17,7 +17,7 @@ ABSENT = "–"
 
 
 class Cell(NamedTuple):
-    """A number, None where there is none, with what is printed around it."""
+    """A number, or None if there is none, with what is printed around it."""
 
     value: float | None
     error: float | None = None
@@ -25,7 +25,7 @@ class Cell(NamedTuple):
     form: str = "{:.2f}"
 
     def error_text(self) -> str:
-        """As the value is printed, without a sign."""
+        """The value as it is printed, without a sign."""
         return self.form.replace("+", "").format(self.error)
 
 
@@ -39,16 +39,16 @@ class Table:
     rows: list[list[str | Cell]]
     notes: list[str]
     error: str = "stderr"
-    """What the errors of its cells are, for those who compute with them."""
+    """The meaning of the cells' errors, for programs that use them."""
     labels: int | None = None
-    """How many of the first columns name a row; by default all that are text do."""
+    """The number of leading columns that name a row; by default all leading text columns."""
 
     def _repr_html_(self) -> str:
         return html_text([self])
 
 
 def markdown(tables: Sequence[Table]) -> str:
-    """Pipe tables, each under its title.
+    """Markdown tables, each under its title.
 
     >>> print(markdown([Table("t", "Title", ["Task", "run"], [["PIQA_n", Cell(75.625, 1.0, "bold")]], [])]))
     ## Title
@@ -102,12 +102,12 @@ def _markdown_label(text: str) -> str:
 
 
 def _markdown_text(text: str) -> str:
-    """A text that begins no HTML, link or formula."""
+    """Escape a text so that it starts no HTML, link or formula."""
     return re.sub(r"([\\<\[$])", r"\\\1", clean(text))
 
 
 def _split(text: str) -> tuple[str, str, str]:
-    """A label's base, subscript and superscript; run names may have underscores of their own."""
+    """A label's base, subscript and superscript; names of runs may contain underscores themselves."""
     match = re.fullmatch(r"([A-Za-z0-9.+]+)_(n|\dshot)(?:\^(\*))?", text)
     return (match[1], match[2], match[3] or "") if match else (text, "", "")
 
@@ -177,7 +177,7 @@ SYMBOLS = {
     "✓": "$\\checkmark$",
     "±": "$\\pm$",
     "–": "--",
-    # After the end of a row these would be arguments of it.
+    # Directly after the end of a row, these would be taken as its arguments.
     "[": "{[}",
     "*": "{*}",
 }
@@ -192,7 +192,7 @@ def _latex_label(text: str) -> str:
 
 
 def csv_text(tables: Sequence[Table]) -> str:
-    """One line per number: table, row, column, value, error under the name all the tables have for it, mark."""
+    """One line per number: table, row, column, value, error under its common name in all tables, mark."""
     (error_name,) = {table.error for table in tables}
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -210,7 +210,7 @@ def csv_text(tables: Sequence[Table]) -> str:
 
 
 def _csv_label(text: str) -> str:
-    """A text that a spreadsheet takes for one, and not for a formula.
+    """A text that a spreadsheet will not take for a formula.
 
     >>> _csv_label("=1+1"), _csv_label("a=1")
     ("'=1+1", 'a=1')
@@ -220,7 +220,7 @@ def _csv_label(text: str) -> str:
 
 
 def html_text(tables: Sequence[Table]) -> str:
-    """For a page, each under its title; the notes below it."""
+    """Tables for a page, each under its title, with notes below."""
     parts = []
     for table in tables:
         head = "".join(f"<th>{_html_label(name)}</th>" for name in table.header)
@@ -251,7 +251,7 @@ def _html_label(text: str) -> str:
 
 
 def page_table(table: Table) -> dict[str, Any]:
-    """For the page of a report, where it is text and numbers alone, as they are printed."""
+    """Tables for the page of a report, as plain text and numbers, as they are printed."""
     return {
         "title": clean(table.title),
         "header": [_page_cell(name) for name in table.header],

@@ -1,4 +1,4 @@
-"""Templates of pages, which `make page` builds: a page is one of them with its data packed in."""
+"""Page templates, which `make page` builds; a page is a template with its data packed in."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ else:
 
 @final
 class PagePath(PathOfSystem):
-    """The path of a page that was written; a notebook shows the page."""
+    """The path of a written page; a notebook shows the page."""
 
     def _repr_html_(self) -> str:
         return frame(self.read_text(encoding="utf-8"), height=800)
 
 
 def fill(template: str, data: Any) -> str:
-    """A page of its template and its data, which is packed: no character of it can be taken for code."""
+    """Fill a template with data, packed such that no character of it can be mistaken for code."""
     packed = base64.b64encode(zlib.compress(json.dumps(data, separators=(",", ":")).encode(), 9)).decode()
     source = Path(__file__).parent / "templates" / f"{template}.html"
     return source.read_text(encoding="utf-8").replace("{{data}}", packed)
 
 
 def frame(page: str, *, height: int) -> str:
-    """A page inside of another, such as a notebook."""
+    """A page embedded in another, such as a notebook."""
     style = f"width:100%;height:{height}px;border:1px solid #8884;border-radius:6px"
     return f'<iframe srcdoc="{html.escape(page)}" style="{style}" title="looptim"></iframe>'
 
 
 def equation_of(loop: Loop) -> dict[str, Any]:
-    """The equation of a loop's transition, as the pages show it."""
+    """The equation of a loop's transition, as pages show it."""
     return dataclasses.asdict(describe(loop)) | {"steps": loop.steps}
 
 
 def rounded(values: Tensor, digits: int = 5) -> list[Any]:
-    """Nested lists of numbers of so many significant digits; what is not finite is None, as JSON has no name for it.
+    """Nested lists of numbers, rounded to significant digits; non-finite ones are None, as JSON requires.
 
     >>> import torch
     >>> rounded(torch.tensor([[1.23456789, float("nan")]]))

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from scipy import optimize
 
 DELTA = 1e-3
-"""From which error of log L on Huber's loss is linear."""
+"""The error of log L beyond which Huber's loss is linear."""
 LOWEST, HIGHEST = -2.0, 3.0
-"""Of phi: an interval that reaches them is of no use."""
+"""Bounds of phi; an interval that reaches them is useless."""
 NAMES = ("log E", "log A", "alpha", "log B", "beta")
 
 
@@ -29,7 +29,7 @@ class Point(NamedTuple):
     """A run."""
 
     transition: str | None
-    """None for one with r = 1, which all transitions share."""
+    """The transition; None at r = 1, which all transitions share."""
     loops: int
     once: float
     looped: float
@@ -46,14 +46,14 @@ class Fit:
     """Of `NAMES`."""
     phi: dict[str, float]
     r2: float
-    """Of log L."""
+    """The R^2 of log L."""
     r2_at: dict[str, float]
-    """The same where phi is held at 0 or at 1 for all transitions."""
+    """The R^2 with phi fixed at 0 or at 1 for all transitions."""
 
 
 @final
 class _Problem:
-    """Residuals of log L and their derivatives, for points in arrays."""
+    """Residuals of log L and their derivatives, for points given as arrays."""
 
     def __init__(self, points: Sequence[Point], transitions: Sequence[str]):
         self.log_r = np.log([point.loops for point in points])
@@ -99,7 +99,7 @@ class _Problem:
 
 
 def fit(points: Sequence[Point], *, restarts: int = 100, seed: int = 0) -> Fit:
-    """The law and every transition's phi, by Huber's loss of log L, the best of many starts."""
+    """The law and every transition's phi, by Huber's loss on log L, as the best of many starts."""
     transitions = _transitions(points)
     problem, rng = _Problem(points, transitions), np.random.default_rng(seed)
 
@@ -118,7 +118,7 @@ def fit(points: Sequence[Point], *, restarts: int = 100, seed: int = 0) -> Fit:
 
 
 def _start(problem: _Problem, transitions: int, rng: np.random.Generator) -> NDArray:
-    """A law whose three terms share the mean loss, with exponents drawn at random."""
+    """A law whose three terms contribute equally to the mean loss, with random exponents."""
     alpha, beta = rng.uniform(0.1, 0.8, 2)
     shares = np.log(rng.dirichlet([2.0, 1.0, 1.0])) + problem.y.mean()
     size, tokens = np.log(problem.once + problem.looped).mean(), problem.log_d.mean()
@@ -127,9 +127,9 @@ def _start(problem: _Problem, transitions: int, rng: np.random.Generator) -> NDA
 
 
 def bootstrap(points: Sequence[Point], fitted: Fit, *, draws: int = 200, seed: int = 0) -> dict[str, list[float]]:
-    """Draws of every transition's phi, over blocks of runs with the same budget and the same number of loops.
+    """Bootstrap draws of every transition's phi, over blocks of runs with equal budgets and numbers of loops.
 
-    A block has the runs of all transitions, so that the draws of two transitions belong together.
+    A block contains the runs of all transitions, so the draws of two transitions are paired.
     """
     transitions, rng = _transitions(points), np.random.default_rng(seed)
     blocks: dict[tuple[float, int], list[Point]] = {}
@@ -142,7 +142,7 @@ def bootstrap(points: Sequence[Point], fitted: Fit, *, draws: int = 200, seed: i
         drawn = [known[place] for place in rng.integers(len(known), size=len(known))]
         sample = [point for block in drawn for point in block]
         if len({point.loops for point in sample}) < 2 or len({point.tokens for point in sample}) < 2:
-            # Such a draw says nothing of loops, or of tokens.
+            # Such a draw tells nothing about loops, or about tokens.
             continue
         problem = _Problem(sample, transitions)
         starts = [x, *(_start(problem, len(transitions), rng) for _ in range(3))]
@@ -159,7 +159,7 @@ def interval(draws: Sequence[float]) -> tuple[float, float]:
 
 
 def is_identified(draws: Sequence[float]) -> bool:
-    """Whether the interval is narrower than from 0 to 1, between which a loop is worth nothing and everything."""
+    """Whether the interval is narrower than the range from 0 (a loop is worth nothing) to 1 (everything)."""
     low, high = interval(draws)
     return high - low < 1
 

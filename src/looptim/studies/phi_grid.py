@@ -10,7 +10,7 @@ from ..config import Strict, parse_layout
 
 
 class Looped(Strict):
-    """A transition that is placed on the scale."""
+    """A transition to place on the scale."""
 
     preset: str
     options: dict[str, Any] = Field({})
@@ -21,7 +21,7 @@ class Member(NamedTuple):
     """A variant of the grid."""
 
     transition: str | None
-    """None for one that is not looped: all transitions share these."""
+    """The transition; None if not looped, since all transitions share these runs."""
     loops: int
     width: str
     budget: float
@@ -32,7 +32,7 @@ class Member(NamedTuple):
 
 
 class PhiGrid(Strict):
-    """The table [phi] of a study file, which stands for its variants.
+    """The table [phi] of a study file, which generates its variants.
 
     >>> widths, looped = {"narrow": [], "wide": ["model.width=64"]}, {"vanilla": {"preset": "vanilla"}}
     >>> grid = PhiGrid(layouts={"1": "4", "2": "1-1x2-1"}, budgets=[1, 2], widths=widths, transitions=looped)
@@ -40,7 +40,7 @@ class PhiGrid(Strict):
     (8, 'not looped x1, narrow, budget 1')
     """
 
-    layouts: dict[int, str] = Field(description="By the number of loops; that of 1 is not looped.")
+    layouts: dict[int, str] = Field(description="Layouts by number of loops; that of 1 is not looped.")
     budgets: tuple[float, ...] = Field(description="Of the study's tokens.")
     widths: dict[str, tuple[str, ...]] = Field(description="The changes that make each width, as key=value.")
     transitions: dict[str, Looped] = Field(min_length=1)
@@ -64,7 +64,7 @@ class PhiGrid(Strict):
         return self
 
     def members(self) -> list[Member]:
-        """What is not looped first, then transition by transition, so that what is there can be fitted."""
+        """The variants: unlooped ones first, then transition by transition, so that partial results can be fitted."""
         return [
             Member(transition, loops, width, budget)
             for transition in (None, *self.transitions)
@@ -75,7 +75,7 @@ class PhiGrid(Strict):
         ]
 
     def variants(self) -> dict[str, dict[str, Any]]:
-        """As a study file would list them."""
+        """The variants as a study file would list them."""
         found = {}
         for member in self.members():
             looped = None if member.transition is None else self.transitions[member.transition]

@@ -17,7 +17,7 @@ from .run import check_folder
 from .spec import Cell, load_plan
 
 FOLDER = "slurm"
-"""Of a study's folder: what was submitted, and what the jobs printed."""
+"""What was submitted, and what the jobs printed, within a study's folder."""
 
 
 def submit(
@@ -30,7 +30,7 @@ def submit(
     jobs: int = 1,
     sbatch: Sequence[str] = (),
 ) -> list[str]:
-    """Submit the runs of a study that are not there, `jobs` at a time, then what writes its tables; the jobs' ids.
+    """Submit the missing runs of a study, `jobs` at a time, then the job that writes its tables; returns job ids.
 
     The second job is the same study without a launcher: it finds the runs, and trains what an array job did not end.
     """
@@ -65,9 +65,9 @@ def submit(
 
 
 def _sbatch(script: Path, command: str, options: Sequence[str]) -> str:
-    """Write a script that runs a command, and submit it; the job's id."""
+    """Write a script that runs a command, and submit it; returns the job's id."""
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options), f"#SBATCH --output={script.parent}/%x-%j.log"]
-    # A job that is about to be stopped saves first: the signal is for the command, which the shell becomes.
+    # A job that is about to be stopped saves first: the signal goes to the command, which replaces the shell.
     lines += ["#SBATCH --signal=B:TERM@120", f"exec {command}"]
     write_whole(script, "\n".join(lines) + "\n")
     try:
@@ -81,7 +81,7 @@ def _sbatch(script: Path, command: str, options: Sequence[str]) -> str:
 
 
 def train_one(file: Path, index: int) -> None:
-    """What one job of the array does."""
+    """The work of one job of the array."""
     listed = json.loads(file.read_text())
     cell = listed["cells"][index]
     train_cell(Cell(**{**cell, "config": Config(**cell["config"])}), Path(listed["runs"]))

@@ -47,7 +47,7 @@ Seeds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], AfterValidator(_each_
 
 
 class Variant(Strict):
-    """What is compared: a transition, and the layout if it is not the base's."""
+    """A variant to compare: a transition, and a layout if it is not the base's."""
 
     preset: str
     options: dict[str, Any] = Field({})
@@ -172,7 +172,7 @@ class Plan:
         return self.costs[variant] / self.costs[self.study.reference]
 
     def identity(self) -> dict[str, Any]:
-        """What makes it this study: the budget, the reference and every variant's config, whatever the seeds."""
+        """What identifies the study: the budget, the reference and every variant's config, whatever the seeds."""
         variants = {}
         for name in self.study.variants:
             values = self.config(name).model_dump(mode="json")
@@ -256,7 +256,7 @@ def _read(path: Path) -> Study:
 
 
 def _check_changes(changes: Iterable[str], study: Study, own: Mapping[str, str]) -> None:
-    """A change that the study would overwrite is not passed over in silence."""
+    """Refuse a change that the study would overwrite, instead of silently ignoring it."""
     own = {**own, **dict.fromkeys(VARIED[study.vary], "seeds")}
     for text in changes:
         for key, source in own.items():

@@ -1,4 +1,4 @@
-"""Statistics over seeds: what the runs of a study, each of a variant and a seed, say of variants."""
+"""Statistics over seeds: what a study's runs, one per variant and seed, say about variants."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from numpy.typing import NDArray
 from scipy import optimize, stats
 
 LEVEL = 0.95
-"""Of every interval."""
+"""The confidence level of every interval."""
 POWER = 0.8
-"""With which a number of seeds sees a difference."""
+"""The power with which a number of seeds detects a difference."""
 MOST_SEEDS = 999
-"""More are not asked for."""
+"""The largest number of seeds that is suggested."""
 
 Pair = tuple[str, str]
 """A variant, and the one it is compared with."""
 
 
 class Estimate(NamedTuple):
-    """A mean, the half-width of its 95% interval (None where one seed tells nothing of it), and every seed's value."""
+    """A mean, the half-width of its 95% interval (None for a single seed), and every seed's value."""
 
     mean: float
     half: float | None
@@ -32,7 +32,7 @@ class Estimate(NamedTuple):
 
     @property
     def is_seen(self) -> bool:
-        """Whether the interval leaves zero out."""
+        """Whether the interval excludes zero."""
         return self.half is not None and abs(self.mean) > self.half
 
 
@@ -51,7 +51,7 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def student(most: int) -> dict[int, float]:
-    """What a standard deviation over seeds is to be multiplied with, `t / sqrt(n)`, for up to so many of them.
+    """The factor from a standard deviation over seeds to a half-width, `t / sqrt(n)`, by the number of seeds.
 
     >>> {n: round(factor, 3) for n, factor in student(3).items()}
     {2: 8.985, 3: 2.484}
@@ -68,9 +68,9 @@ class Model:
     """
 
     table: Mapping[str, Mapping[int, float]]
-    """By variant and seed."""
+    """The values by variant and seed."""
     design: NDArray
-    """A row per run; a column per variant, then per seed."""
+    """One row per run; one column per variant, then one per seed."""
     inverse: NDArray
     """Of the design: the pseudo-inverse, since a constant may move from the variants to the seeds."""
     effects: NDArray
@@ -79,12 +79,12 @@ class Model:
 
     @property
     def sd(self) -> float:
-        """Of the residuals: zero where none is free."""
+        """The residuals' standard deviation; zero without degrees of freedom."""
         return math.sqrt(float(self.residuals @ self.residuals) / self.df) if self.df else 0.0
 
     @property
     def free(self) -> NDArray:
-        """The projection of runs on their residuals."""
+        """The projection of runs onto their residuals."""
         return np.eye(len(self.design)) - self.design @ self.inverse
 
     def contrast(self, pair: Pair) -> NDArray | None:
@@ -118,7 +118,7 @@ def fit(table: Mapping[str, Mapping[int, float]]) -> Model:
 
 
 def differences(model: Model, pairs: Sequence[Pair]) -> dict[Pair, Estimate | None]:
-    """The difference of every pair, with intervals that hold for all of them at once with 95%.
+    """The difference of every pair, with intervals that hold simultaneously with 95% confidence.
 
     `|difference - truth| <= c s sqrt(w)`, w the variance of the difference in units of the residual's and c the 95%
     quantile of the largest of the pairs' |t|. For all against one, over the same seeds, that is Dunnett's procedure (J.
@@ -156,7 +156,7 @@ def critical(correlation: NDArray, df: int) -> float:
     largest = np.abs(stats.norm.ppf(points) @ root.T).max(1)
 
     def excess(quantile: float) -> float:
-        # The residual's variance, over its mean, must be at least the square of largest / quantile.
+        # The residual variance relative to its mean must be at least the square of largest / quantile.
         return float(stats.chi2.sf(df * (largest / quantile) ** 2, df).mean()) - LEVEL
 
     most = stats.t.isf((1 - LEVEL) / 2 / len(correlation), df)
@@ -164,7 +164,7 @@ def critical(correlation: NDArray, df: int) -> float:
 
 
 class Check(NamedTuple):
-    """How the assumptions of the model fare: small p speak against them."""
+    """How well the model's assumptions hold; small p values speak against them."""
 
     spread: float
     """p of Cochran's test: the largest share of one variant in the spread, against what equal variances give."""
@@ -175,7 +175,7 @@ class Check(NamedTuple):
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether either test speaks against the model at 5%."""
+        """Whether either test rejects the model at 5%."""
         return min(self.spread, self.additivity) < 1 - LEVEL
 
 

@@ -14,7 +14,7 @@ from .spec import Plan
 from .statistics import MOST_SEEDS, Estimate, check, estimate
 
 HALF_WIDTH = "half_width_95"
-"""What stands behind ± in a study: of an interval over seeds."""
+"""The meaning of ± in a study."""
 
 
 def tables(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison]) -> list[Table]:
@@ -39,7 +39,7 @@ def _results(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison
 
 
 def _own(plan: Plan, found: Sequence[Outcome]) -> dict[str, Sequence[str | Cell]]:
-    """A column for what variants change of the base, where any does."""
+    """A column for what variants change in the base, if any does."""
     changes = [", ".join(plan.study.variants[outcome.variant].set) for outcome in found]
     return {"set": [text or "–" for text in changes]} if any(changes) else {}
 
@@ -101,7 +101,7 @@ def _cell(value: Estimate | None, form: str, factor: int = 1) -> Cell:
 
 
 def _marked(cells: Sequence[Cell]) -> list[Cell]:
-    """The least loss in bold, the second underlined."""
+    """The lowest loss in bold, the second lowest underlined."""
     order = sorted((cell.value, index) for index, cell in enumerate(cells) if cell.value is not None)
     marked = list(cells)
     for (_, index), mark in zip(order, ("bold", "underline"), strict=False):
@@ -111,7 +111,7 @@ def _marked(cells: Sequence[Cell]) -> list[Cell]:
 
 def _notes(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison]) -> list[str]:
     study, config = plan.study, plan.config(plan.study.reference)
-    # A file goes by its name alone: a table is shown to others, whose folders are not ours.
+    # A file is shown by its name alone, since tables are shared and folders are private.
     named = config.data.source.startswith(("hf:", "synthetic:"))
     text = config.data.source if named else Path(config.data.source).name
     notes = [
@@ -148,7 +148,7 @@ def _notes(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison])
 
 
 def _held_out(data: Mapping[str, Any]) -> str:
-    """How much text is held out, and the hash of it, or, where a run did not record that, of all the text."""
+    """The size and hash of the held-out text or, if a run did not record it, the hash of all the text."""
     if "valid_documents" not in data:
         return f" Held-out problems are drawn too, hash of the first {data['content'][:12]}." if data else ""
     documents, tokens = data["valid_documents"], data["valid_tokens"]
@@ -159,7 +159,7 @@ def _held_out(data: Mapping[str, Any]) -> str:
 
 
 def _statistics(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison]) -> list[str]:
-    """What is behind ±, how far its assumptions hold, and how many seeds would see more."""
+    """What ± means, how well its assumptions hold, and how many seeds would show more."""
     done = max(len(outcome.runs) for outcome in found)
     if done == 1:
         return ["One seed only: there are no intervals, and differences may be noise."]

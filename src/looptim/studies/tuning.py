@@ -13,18 +13,18 @@ from .measures import Outcome
 from .spec import Plan, Study, Trials, make_plan
 
 FOLDER = "tuning"
-"""In that of a study: the trials, as a study of their own."""
+"""The trials' folder within a study's; they are a study of their own."""
 
 
 class Choice(NamedTuple):
-    """What the trials of a variant say."""
+    """The outcome of a variant's trials."""
 
     changes: tuple[str, ...]
-    """Those of the best trial, as key=value."""
+    """The values of the best trial, as key=value."""
     loss: float
     """Its mean validation loss over the seeds of the trials."""
     edges: tuple[str, ...]
-    """Keys whose best value is the least or the largest that was tried: a better one may lie beyond."""
+    """Keys whose best value is the smallest or largest that was tried, so a better one may lie beyond."""
 
 
 def combinations(trials: Trials) -> list[tuple[str, ...]]:
@@ -47,7 +47,7 @@ def trials_of(study: Study, variant: str) -> Trials:
 
 
 def plan_trials(path: Path, plan: Plan, *, set: Iterable[str] = ()) -> Plan:
-    """The trials of a study as a study: a variant for each of them."""
+    """The trials as a study, with one variant per trial."""
     study, tune = plan.study, plan.study.tune
     assert tune is not None
     _check_trials(study)
@@ -61,7 +61,7 @@ def plan_trials(path: Path, plan: Plan, *, set: Iterable[str] = ()) -> Plan:
     update: dict[str, Any] = {"variants": variants, "tune": None, "seeds": tune.seeds, "phi": None}
     update |= {"title": f"{study.title}: trials", "reference": next(iter(variants)), "matched": False}
     update |= {} if tune.tokens is None else {"tokens": tune.tokens}
-    # What the trials change comes last: it must hold against the command line too.
+    # The trials' changes come last, since they must override the command line too.
     trials = make_plan(path, study.model_copy(update=update), set=(*set, *tune.set))
     _check_documents(plan, trials)
     return trials
@@ -79,9 +79,9 @@ def _check_trials(study: Study) -> None:
 
 
 def _check_documents(plan: Plan, trials: Plan) -> None:
-    """That values are not chosen by the loss on documents by which they are reported."""
+    """Check that values are not chosen by the loss on the documents that are reported."""
     ours, theirs = plan.cells[0].config.data, trials.cells[0].config.data
-    # A fold means nothing where the held-out documents are files of their own.
+    # A fold means nothing if the held-out documents are separate files.
     same_fold = ours.valid_fold == theirs.valid_fold or ours.valid_source is not None
     if ours.valid_source == theirs.valid_source and same_fold:
         raise ValueError(
@@ -121,7 +121,7 @@ def trial_name(variant: str, changes: Sequence[str]) -> str:
 
 
 def _edges(trials: Trials, best: tuple[str, ...]) -> tuple[str, ...]:
-    """Keys with at least two numbers of which the best trial has the first or the last in order."""
+    """Keys with several numbers for which the best trial has the smallest or the largest."""
     found = []
     for (key, values), text in zip(trials.items(), best, strict=True):
         numbers = sorted(value for value in values if not isinstance(value, bool | str))
@@ -131,7 +131,7 @@ def _edges(trials: Trials, best: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def tuned(path: Path, plan: Plan, chosen: Mapping[str, Choice], *, set: Iterable[str] = ()) -> Plan:
-    """The study with what was chosen, of the variants for which something was."""
+    """The study with the chosen values, for variants that have some."""
     study = plan.study
     if study.reference not in chosen:
         raise ValueError(f"the trials of {study.reference!r}, the reference, are not finished; train them first")
