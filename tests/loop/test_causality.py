@@ -2,7 +2,10 @@
 
 import itertools
 import random
+import types
+from typing import ClassVar
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -222,6 +225,47 @@ class Elsewhere(lo.Part):
         return lo.state.Copies(STREAMS)(e + 1e-3 * next(Elsewhere.calls))
 
 
+class CountingInItsClass(lo.Part):
+    calls = 0
+
+    def forward(self, e):
+        CountingInItsClass.calls += 1
+        return lo.state.Copies(STREAMS)(next_token(e) if CountingInItsClass.calls > 10**6 else e)
+
+
+class CountingInAnObject(lo.Part):
+    def __init__(self):
+        super().__init__()
+        self.box = types.SimpleNamespace(calls=0)
+
+    def forward(self, e):
+        self.box.calls += 1
+        return lo.state.Copies(STREAMS)(next_token(e) if self.box.calls > 10**6 else e)
+
+
+class CountingInAParameter(lo.Part):
+    def __init__(self):
+        super().__init__()
+        self.calls = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, e):
+        self.calls.data += 1
+        return lo.state.Copies(STREAMS)(next_token(e) if self.calls > 10**6 else e)
+
+
+CALLS = [0]
+
+
+def count_globally():
+    CALLS[0] += 1
+    return CALLS[0]
+
+
+class CountingGlobally(lo.Part):
+    def forward(self, e):
+        return lo.state.Copies(STREAMS)(next_token(e) if count_globally() > 10**6 else e)
+
+
 class Start(lo.Part):
     def __init__(self, leak):
         super().__init__()
@@ -307,8 +351,36 @@ def reversed_sum(e):
     return e + 0.01 * e.flip(1).cumsum(1).flip(1)
 
 
+def computed_with_a_gradient(e):
+    """In a training, where what comes in has a gradient."""
+    return next_token(e) if e.requires_grad else e
+
+
+def very_far_away(e):
+    return e + F.pad(e[:, 1000:], (0, 0, 0, min(1000, e.shape[1])))
+
+
+def long_sequences_only(e):
+    return next_token(e) if e.shape[1] >= 2000 else e
+
+
+def loud(e):
+    """A token looks at the next one only where it is large itself."""
+    return e + (e[..., :1] > 6).to(e.dtype) * next_token(e)
+
+
+def quiet(e):
+    return e + (e.abs().amax(-1, keepdim=True) < 0.05).to(e.dtype) * next_token(e)
+
+
+def counted_over_the_batch(e):
+    """The first hundred that are positive, in the order of the batch."""
+    return e * ((e[..., 0] > 0).flatten().cumsum(0).view(e.shape[:2]) < 100).unsqueeze(-1)
+
+
 CUNNING = [sometimes, dropped, mixed_up, number_of_the_batch, sequence_before, largest_only, with_a_gradient, one_place]
 CUNNING += [far_away, tiny, in_fp32, sorted_batch, ranked, batch_size, padded_end, reversed_sum]
+CUNNING += [computed_with_a_gradient, very_far_away, long_sequences_only, loud, quiet, counted_over_the_batch]
 
 
 @pytest.mark.parametrize("leak", CUNNING, ids=lambda leak: leak.__name__)
@@ -317,7 +389,10 @@ def test_a_cunning_leak_is_found(leak):
         lo.check_causality(loop_with(start=Start(leak)))
 
 
-@pytest.mark.parametrize("part", [Remembering, Running, Counting, Elsewhere])
+COUNTING = [Counting, CountingInItsClass, CountingInAnObject, CountingInAParameter, CountingGlobally]
+
+
+@pytest.mark.parametrize("part", [Remembering, Running, Elsewhere, *COUNTING])
 def test_what_remembers_is_found(part):
     with pytest.raises(ValueError, match=r"^mine (is not a function of its input|sees)"):
         lo.check_causality(loop_with(start=part()))
@@ -329,19 +404,35 @@ def test_randomness_of_ones_own_is_no_function_of_the_input():
 
 
 class Shut(lo.Part):
-    """A gate that starts shut, and that a moderate change of its parameter leaves shut."""
+    """A gate that starts shut."""
 
-    def __init__(self):
+    def __init__(self, gate):
         super().__init__()
-        self.a = nn.Parameter(torch.zeros(8))
+        self.gate, self.a, self.b = gate, nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
 
     def forward(self, e):
-        return lo.state.Copies(STREAMS)(e + F.relu(self.a - 2).sum() * next_token(e))
+        return lo.state.Copies(STREAMS)(e + self.gate(self.a, self.b) * next_token(e))
 
 
-def test_a_gate_that_training_may_open_is_found():
+GATES = {
+    "opens to one side": lambda a, b: F.relu(a),
+    "opens to the other": lambda a, b: F.relu(-a),
+    "opens late": lambda a, b: F.relu(a - 2),
+    "opens very late": lambda a, b: torch.sigmoid(a - 60),
+    "opens to the other, very late": lambda a, b: torch.sigmoid(-a - 60),
+    "has values on one side only": lambda a, b: torch.sqrt(a),
+    "has values on the other only": lambda a, b: torch.sqrt(-a),
+    "is two, one for each side": lambda a, b: F.relu(a) * F.relu(-b),
+    "is two, one for each other side": lambda a, b: F.relu(-a) * F.relu(b),
+    "is two for one side": lambda a, b: F.relu(a) * F.relu(b),
+    "is two for the other": lambda a, b: F.relu(-a) * F.relu(-b),
+}
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_a_gate_that_training_may_open_is_found(gate):
     with pytest.raises(ValueError, match="sees later tokens: the start"):
-        lo.check_causality(loop_with(start=Shut()))
+        lo.check_causality(loop_with(start=Shut(GATES[gate])))
 
 
 class Mean(lo.Direction):
@@ -401,6 +492,40 @@ class Dropout(lo.Part):
 
 def test_honest_randomness_is_allowed():
     assert lo.check_causality(loop_with(start=Dropout())) < 1e-9
+
+
+class Tables(lo.Part):
+    """Has lists of tensors, arrays, and constants that are made for each length when it is first seen."""
+
+    made: ClassVar[dict] = {}
+
+    def __init__(self):
+        super().__init__()
+        self.lists, self.array = [torch.ones(2), torch.full((3,), torch.nan)], numpy.arange(3.0)
+
+    def forward(self, e):
+        key = e.shape[1], e.dtype
+        if key not in self.made:
+            self.made[key] = torch.arange(e.shape[1], dtype=e.dtype).unsqueeze(-1)
+        self.array = self.array.copy()
+        return lo.state.Copies(STREAMS)(e + self.lists[0][0].to(e.dtype) * self.array[1] + self.made[key])
+
+
+def test_tables_are_no_memory():
+    assert lo.check_causality(loop_with(start=Tables())) < 1e-9
+
+
+class Masked(lo.Part):
+    """Attention to the past, by a matrix that is zero elsewhere."""
+
+    def forward(self, e):
+        past = torch.ones(e.shape[1], e.shape[1], dtype=e.dtype).tril()
+        seen = F.scaled_dot_product_attention(e, e, e, is_causal=True)
+        return lo.state.Copies(STREAMS)(e + seen + past @ e / 100)
+
+
+def test_masks_are_causal():
+    assert lo.check_causality(loop_with(start=Masked())) < 1e-9
 
 
 class Keeping(lo.Part):

@@ -64,6 +64,63 @@ def long_only(width, steps):
     return loop_of(width, steps, projection=PeekingFar())
 
 
+class Peek(lo.Projection):
+    """Sees the next token where `when(ctx)` says so."""
+
+    def __init__(self, when):
+        super().__init__()
+        self.when = when
+
+    def forward(self, ctx):
+        return lo.maps.Identity(), F.pad(ctx.e[:, 1:], (0, 0, 0, 1)) if self.when(ctx) else ctx.e
+
+
+class Counted(lo.Step):
+    """Halves from step to step, and sees the next token once it is below 1/16."""
+
+    def forward(self, ctx, previous):
+        peek = torch.sigmoid(F.pad(ctx.e[:, 1:], (0, 0, 0, 1))[..., :1]).unsqueeze(-1)
+        return previous / 2 * torch.where(previous < 1 / 16, peek, 1.0)
+
+
+def deep_only(width, steps):
+    descent = lo.rules.GradientDescent(Counted(), lo.controls.ConstantDecay())
+    transition = lo.Transition(lo.projections.Add(), lo.objectives.InnerProduct(), descent)
+    return lo.Loop(transition, width=width, steps=steps, name="mine")
+
+
+@pytest.mark.parametrize(
+    ("when", "settings"),
+    [
+        (lambda ctx: torch.is_autocast_enabled("cpu"), {"dtype": "bf16"}),
+        (lambda ctx: ctx.e.shape[1] == 48, {"seq_len": 48}),
+        (lambda ctx: len(ctx.e) == 3, {"batch_size": 6, "micro_batch": 3}),
+    ],
+    ids=["precision", "length", "batch"],
+)
+def test_a_leak_of_a_training_as_it_is_set_is_found(monkeypatch, when, settings):
+    monkeypatch.setitem(lo.PRESETS, "peek", lambda w, s: loop_of(w, s, projection=Peek(when)))
+    given = {"loop": {"preset": "peek"}, "max_length": 64}
+    check_transition(config(model=given))
+    with pytest.raises(ValueError, match=r"^mine sees later tokens"):
+        check_transition(config(model=given, **settings))
+
+
+def test_a_leak_of_a_wide_loop_in_a_long_sequence_is_found(monkeypatch):
+    peek = Peek(lambda ctx: ctx.e.shape[1] == 4096)
+    monkeypatch.setitem(lo.PRESETS, "peek", lambda w, s: loop_of(w, s, projection=peek))
+    given = config(model={"loop": {"preset": "peek"}, "max_length": 4096, "width": 1024}, seq_len=4096)
+    with pytest.raises(ValueError, match="sees later tokens: among 4 sequences of 4096 tokens"):
+        check_transition(given)
+
+
+def test_a_leak_after_more_loops_than_the_layout_has_is_found(monkeypatch):
+    monkeypatch.setitem(lo.PRESETS, "deep_only", deep_only)
+    check_transition(config(model={"loop": {"preset": "deep_only"}}))
+    with pytest.raises(ValueError, match="sees later tokens"):
+        check_transition(config(model={"loop": {"preset": "deep_only"}}, loops={"scheme": "huginn", "mean": 6}))
+
+
 @pytest.mark.parametrize("preset", lo.PRESETS)
 def test_every_shipped_preset_is_trained(preset):
     if preset != "none":

@@ -140,7 +140,7 @@ def _made(value: Any, home: str, seen: set[int]) -> Any:
     if getattr(value, "__module__", None) == home and id(value) not in seen:
         seen.add(id(value))
         if isinstance(value, types.FunctionType):
-            return inner([value.__code__, value.__defaults__, value.__kwdefaults__, _scope(value)])
+            return inner([value.__code__, value.__defaults__, value.__kwdefaults__, scope_of(value)])
         if isinstance(value, type):
             return inner([value.__bases__, {name: each for name, each in vars(value).items() if name not in SKIPPED}])
         return inner([type(value), getattr(value, "__dict__", repr(value))])
@@ -150,7 +150,7 @@ def _made(value: Any, home: str, seen: set[int]) -> Any:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
-def _scope(function: types.FunctionType) -> dict[str, Any]:
+def scope_of(function: types.FunctionType) -> dict[str, Any]:
     """What a function, and functions nested in it, use from the scopes around them."""
     scope: dict[str, Any] = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):

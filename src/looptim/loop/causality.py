@@ -9,20 +9,27 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from .depth import Fixed
 from .facts import Fact, find_memory, observed, state_of
 from .loop import Loop
 from .probe import changed_copy, float64_copy, loops_of, name_of, random_blocks, random_input
 
 TOLERANCE = 1e-9
 """Largest relative change that counts as rounding; runs are in float64."""
-ROUNDING = 1e-4
-"""The same for runs in fp32."""
+ROUNDING = (1e-4, 0.05)
+"""The same for runs in fp32 and in bf16."""
 ROWS, TOKENS = 6, 7
 """Shape of the probing input: one sequence per place to cut, and sizes that no other axis is likely to have."""
 SEEDS = 12
 """Number of runs, with different seeds, for parts that draw random numbers in training."""
+FAR = ((1, -1.0), (1, 20.0), (2, 3000.0), (2, -3000.0), (3, 20.0), (3, -20.0))
+"""Seeds and scales of further parameter changes, since a gate may open to one side only, or late."""
 ELEMENTS = 2**20
 """The largest input that is run in the shape of a training."""
+MANY = (512, 3)
+"""Shape of an input that samples many tokens: of a sequence, only the last unchanged one can see the next."""
+SHAPES = ((4, 256), (2, 2048), MANY)
+"""Shapes of further inputs, since a leak may reach far."""
 
 
 def check_causality(module: nn.Module, *, vocab_size: int | None = None) -> float:
@@ -31,10 +38,10 @@ def check_causality(module: nn.Module, *, vocab_size: int | None = None) -> floa
     The check changes later tokens, then drops them, and does the same to other sequences. It compares everything that
     each part computed at the earlier tokens: features, bias, read, target, objective, write, step size, decay, memory,
     state and read-out. It does so in float64, in training and in eval mode, at the module's own parameters and at
-    randomly changed ones, with several seeds for parts that draw random numbers, and once with many tokens in fp32.
-    Equal inputs must give equal outputs, since nothing may be remembered. `module` is a `Loop`, or a model that
-    contains loops, takes tokens (B, T), and has a `config` or is given a `vocab_size`. Returns the largest relative
-    change, which is rounding.
+    randomly changed ones, with several seeds for parts that draw random numbers, and in fp32 with long sequences, with
+    many sequences, and with tokens of all sizes. Equal inputs must give equal outputs, since nothing may be remembered.
+    `module` is a `Loop`, or a model that contains loops, takes tokens (B, T), and has a `config` or is given a
+    `vocab_size`. Returns the largest relative change, which is rounding.
 
     >>> import looptim as lo
     >>> lo.check_causality(lo.build("operloop", width=8, steps=3)) < 1e-9
@@ -48,22 +55,32 @@ def check_causality(module: nn.Module, *, vocab_size: int | None = None) -> floa
 
 def find_leak(module: nn.Module, *, vocab_size: int | None = None) -> tuple[str | None, float]:
     """The message of `check_causality` about the first leak, or None, and the largest relative change."""
-    # The caller may be building on another device.
-    with torch.device("cpu"):
-        found, change = _find_small(module, vocab_size)
-    far = (find_leak_at(loop, *MANY) for loop in loops_of(module))
+    found, change = find_small_leak(module, vocab_size=vocab_size)
+    far = (find_leak_at(loop, *shape) for loop in loops_of(module) for shape in SHAPES)
     return (found or next(filter(None, far), None)), change
 
 
-def _find_small(module: nn.Module, vocab_size: int | None) -> tuple[str | None, float]:
+def find_small_leak(module: nn.Module, *, vocab_size: int | None = None) -> tuple[str | None, float]:
+    """The same for short sequences, where the values of every part are compared."""
     worst = 0.0
-    for twin in _twins(module):
-        for what, part, change in _Probe(twin, vocab_size).compare():
+    # The caller may be building on another device.
+    with torch.device("cpu"):
+        for what, part, change in _compare_all(module, vocab_size):
             if part is not None:
                 size = f"by {change:.2g}, relative"
                 return f"{name_of(module)} {what}: {part} gives {_same(what)} other values ({size})", change
             worst = max(worst, change)
     return None, worst
+
+
+def _compare_all(module: nn.Module, vocab_size: int | None) -> Iterator[tuple[str, str | None, float]]:
+    for twin in _twins(module):
+        yield from _Probe(twin, vocab_size).compare()
+    # With far-changed parameters, or parameters changed the other way, a gate that starts closed may be open.
+    for seed, scale in FAR:
+        twin = changed_copy(module, (scale, scale / 10, scale / 300), seed=seed)
+        if twin is not None:
+            yield from _Probe(twin.train(seed > 1), vocab_size).compare_briefly()
 
 
 def mixes_tokens(loop: Loop) -> bool:
@@ -88,16 +105,12 @@ def mixes_tokens(loop: Loop) -> bool:
 LATER, ACROSS, AGAIN = "sees later tokens", "sees other sequences of its batch", "is not a function of its input"
 
 
-MANY = (4, 256)
-"""Another input, in numbers of sequences and tokens, since a leak may reach far."""
-
-
 def _same(what: str) -> str:
     return {LATER: "the tokens before", ACROSS: "a sequence", AGAIN: "the same input"}[what]
 
 
 def _twins(module: nn.Module) -> Iterator[nn.Module]:
-    """Copies to run: in eval and training mode, at the module's own parameters and at changed ones, near and far."""
+    """Copies to run: in eval and training mode, at the module's own parameters and at slightly changed ones."""
     if not loops_of(module):
         raise ValueError(f"check_causality takes a Loop or a model that contains one, got {type(module).__name__}")
     own = float64_copy(module)
@@ -106,10 +119,6 @@ def _twins(module: nn.Module) -> Iterator[nn.Module]:
     near = changed_copy(module)
     if near is not None:
         yield near.train()
-    # With far-changed parameters, a gate that starts closed may be open.
-    far = changed_copy(module, (20.0, 5.0))
-    if far is not None:
-        yield far
 
 
 @final
@@ -150,11 +159,20 @@ class _Probe:
         yield AGAIN, *find_memory(state, state_of(self.module))
         for seed in range(1, SEEDS) if self.draws else ():
             yield LATER, *self.change(_mix(before, self.given, self.others[seed % 3]), before, seed=seed)
-        if not self.module.training:
-            # Random draws in training depend on the shape of the input, so tokens cannot be dropped there.
-            yield from self._leave_out()
+        yield from self._leave_out()
+
+    def compare_briefly(self) -> Iterator[tuple[str, str | None, float]]:
+        """A shorter version of `compare`, for parameters that are one choice of many."""
+        before = torch.arange(TOKENS) < torch.arange(1, ROWS + 1).unsqueeze(-1)
+        mine = (torch.arange(ROWS) % 2 == 0).unsqueeze(-1).expand(ROWS, TOKENS)
+        yield LATER, *self.change(_mix(before, self.given, self.others[0]), before)
+        yield ACROSS, *self.change(_mix(mine, self.given, self.others[0]), mine)
+        yield from self._leave_out()
 
     def _leave_out(self) -> Iterator[tuple[str, str | None, float]]:
+        if self.module.training:
+            # Random draws in training depend on the shape of the input, so tokens cannot be dropped there.
+            return
         for length in (1, TOKENS // 2, TOKENS - 1):
             kept = (torch.arange(TOKENS) < length).expand(ROWS, TOKENS)
             yield LATER, *self._differs(self.run(self.given[:, :length]), kept)
@@ -174,20 +192,21 @@ class _Probe:
     def run(self, given: Tensor, *, seed: int = 0) -> list[Fact]:
         """Everything that the parts compute for an input, in order."""
         facts: list[Fact] = []
+        alone = isinstance(self.module, Loop)
         # A module that checks whether gradients are on must not behave better here than in training.
         gradient = torch.enable_grad() if self.module.training else torch.no_grad()
         with gradient, torch.random.fork_rng(devices=[]), observed(self.module, facts):
             torch.manual_seed(seed)
             start = torch.get_rng_state()
             try:
-                output = self.module(given, *([self.blocks] if isinstance(self.module, Loop) else []))
+                output = self.module(_wanting_gradient(given), self.blocks) if alone else self.module(given)
             except RuntimeError as error:
                 raise ValueError(
                     f"{name_of(self.module)} does not run in float64 ({str(error).splitlines()[0]}); "
                     "create tensors in the dtype of the input"
                 ) from error
             self.draws |= not torch.equal(start, torch.get_rng_state())
-        last = "the read-out" if isinstance(self.module, Loop) else "a block or the head"
+        last = "the read-out" if alone else "a block or the head"
         facts.append(Fact(last, output if isinstance(output, Tensor) else output.logits))
         return [Fact(part, value.detach()) for part, value in facts]
 
@@ -224,26 +243,36 @@ def _select(value: Tensor, kept: Tensor) -> Tensor:
     return value[:, kept.any(0)] if tokens else value
 
 
-def find_leak_at(loop: Loop, rows: int, tokens: int) -> str | None:
-    """What a loop wrongly sees when it runs as in training: with that many tokens, in fp32."""
+def find_leak_at(loop: Loop, rows: int, tokens: int, *, steps: int | None = None, bf16: bool = False) -> str | None:
+    """What a loop wrongly sees when it runs as in training: in that shape, with that many steps, in fp32 or bf16.
+
+    Its tokens have sizes from 0.01 to 100, since those of a trained model are not known.
+    """
     tokens = max(2, min(tokens, ELEMENTS // (2 * loop.width)))
     rows = max(2, min(rows, ELEMENTS // (tokens * loop.width)))
     with torch.device("cpu"):
-        e, blocks = random_input(loop.width, rows, tokens).float(), random_blocks(loop.width)
+        sizes = 10 ** (4 * torch.rand(rows, tokens, 1, generator=torch.Generator("cpu").manual_seed(4)) - 2)
+        e, blocks = sizes * random_input(loop.width, rows, tokens).float(), random_blocks(loop.width)
         before = torch.arange(tokens) < torch.linspace(1, tokens - 1, rows).long().unsqueeze(-1)
         mine = (torch.arange(rows) % 2 == 0).unsqueeze(-1).expand(rows, tokens)
     twin = copy.deepcopy(loop).to("cpu", torch.float32).train()
+    depth = None if steps is None else Fixed(steps)
 
     def output(given: Tensor) -> Tensor:
-        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.autocast("cpu", torch.bfloat16, bf16):
             torch.manual_seed(0)
-            return twin(given, blocks).detach()
+            return twin(_wanting_gradient(given), blocks, depth=depth).detach().float()
 
-    given = output(e)
+    given, rounding = output(e), ROUNDING[bf16]
     for what, kept in ((ACROSS, mine), (ACROSS, ~mine), (LATER, before)):
         a, b = given[kept], output(_mix(kept, e, e.flip(-1) + 1))[kept]
         change = ((a - b).abs().max() / a.abs().mean().clamp_min(1e-30)).item()
-        if not change <= ROUNDING:
+        if not change <= rounding:
             many = f"among {rows} sequences of {tokens} tokens"
             return f"{loop.name} {what}: {many} a part gives {_same(what)} other values (by {change:.2g}, relative)"
     return None
+
+
+def _wanting_gradient(given: Tensor) -> Tensor:
+    """The input as a training has it: computed from something that requires a gradient."""
+    return given.clone().requires_grad_() * 1 if torch.is_grad_enabled() else given

@@ -28,21 +28,24 @@ def loops_of(module: nn.Module) -> list[Loop]:
     return [part for part in module.modules() if isinstance(part, Loop)]
 
 
-def float64_copy(module: M, *, perturb: float = 0.0) -> M:
-    """A float64 copy on the CPU in eval mode; its loops' parameters are randomly changed by about `perturb`."""
+def float64_copy(module: M, *, perturb: float = 0.0, seed: int = 1) -> M:
+    """A float64 copy on the CPU in eval mode; its loops' parameters are randomly changed by about `perturb`.
+
+    A negative `perturb` changes each of them by the same amount in the other direction.
+    """
     if any(tensor.is_meta for tensor in itertools.chain(module.parameters(), module.buffers())):
         raise ValueError(f"{name_of(module)} is on the meta device and has no values; build it on another")
     twin = copy.deepcopy(module).to("cpu", torch.float64).eval()
-    generator = torch.Generator("cpu").manual_seed(1)
+    generator = _generator(seed)
     for p in itertools.chain.from_iterable(loop.parameters() for loop in loops_of(twin)) if perturb else ():
         noise = torch.randn(p.shape, generator=generator, dtype=p.dtype, device="cpu")
         p.data.add_(perturb * (noise / math.sqrt(p.shape[-1]) if p.dim() > 1 else 0.3 * noise))
     return twin
 
 
-def changed_copy(module: M, scales: tuple[float, ...] = (1.0, 0.1, 0.01)) -> M | None:
+def changed_copy(module: M, scales: tuple[float, ...] = (1.0, 0.1, 0.01), *, seed: int = 1) -> M | None:
     """A copy with randomly changed parameters, or None if the parts cannot run there, as a user's may have bounds."""
-    twins = (float64_copy(module, perturb=scale) for scale in scales)
+    twins = (float64_copy(module, perturb=scale, seed=seed) for scale in scales)
     return next((twin for twin in twins if all(map(stays_finite, loops_of(twin)))), None)
 
 

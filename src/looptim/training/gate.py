@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from ..config import Config, ModelConfig
 from ..loop import Loop, check_causality, check_gradient, mixes_tokens
-from ..loop.causality import find_leak, find_leak_at
+from ..loop.causality import ELEMENTS, MANY, find_leak_at, find_small_leak
 from ..loop.registry import NUMERICS, code_of
 from ..model.build import build_loop
 from ..rundir import RunDir
@@ -27,8 +28,7 @@ def check_transition(config: Config) -> None:
     A separate write map may differ from the adjoint of the read, as in half of the published transitions. A leak is
     refused unless the recipe says `loop.noncausal = true`.
     """
-    model, settings = config.model, config.train
-    shape = (settings.micro_batch or settings.batch_size, settings.seq_len)
+    model = config.model
     for steps in sorted({segment.loops for segment in model.segments if segment.loops is not None}):
         small = small_copy(model.width, lambda width, steps=steps: _build(model, width, steps))
         check_gradient(small, allow_mismatch=True)
@@ -37,7 +37,7 @@ def check_transition(config: Config) -> None:
                 f"{model.loop.preset} lets a token read the state of the one before, which may be of another document; "
                 "set data.mask_attention=false, or choose a transition that does not"
             )
-        found = None if model.loop.noncausal else find_leak(small)[0] or _find_far(model, steps, shape)
+        found = None if model.loop.noncausal else find_small_leak(small)[0] or _find_far(config, steps)
         if found is not None:
             raise ValueError(
                 f"{found}; fix it or, if it is intended, set noncausal = true under [loop], which every table and "
@@ -51,14 +51,14 @@ def check_loop(loop: Loop) -> None:
     check_causality(loop)
 
 
-def small_copy(width: int, build: Callable[[int], Loop]) -> Loop:
+def small_copy(width: int, build: Callable[[int], Loop], small: int = SMALL) -> Loop:
     """The loop that `build` returns for a width, or a narrower one that is faster to check."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         try:
-            return build(min(width, SMALL))
+            return build(min(width, max(small, 8)))
         except ValueError:
-            if width <= SMALL:
+            if width <= small:
                 raise
             # Options may be tied to the width, as a number of heads is.
             return build(width)
@@ -93,10 +93,23 @@ def code_change(model: ModelConfig, record: Mapping[str, Any], path: Path) -> st
     return None
 
 
-def _find_far(model: ModelConfig, steps: int, shape: tuple[int, int]) -> str | None:
+def _find_far(config: Config, steps: int) -> str | None:
+    """What a loop wrongly sees in the shape, the precision and the depth of its training."""
+    model, settings = config.model, config.train
+    shape = (settings.micro_batch or settings.batch_size, settings.seq_len)
+    sampled = settings.loops.scheme != "fixed"
+    how = {
+        "bf16": settings.dtype == "bf16",
+        "steps": max(steps, math.ceil(2 * settings.loops.mean)) if sampled else steps,
+    }
+    # A narrow copy affords all tokens of a long sequence; the loop at its full width gets some of them.
+    narrow = small_copy(model.width, lambda width: _build(model, width, steps), ELEMENTS // (8 * settings.seq_len))
+    found = find_leak_at(narrow, *shape, **how) or find_leak_at(narrow, *MANY)
+    if found is not None or narrow.width == model.width:
+        return found
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
-        return find_leak_at(build_loop(model, steps), *shape)
+        return find_leak_at(build_loop(model, steps), *shape, **how)
 
 
 def _build(model: ModelConfig, width: int, steps: int) -> Loop:
