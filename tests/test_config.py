@@ -96,6 +96,14 @@ def test_a_recipe_stands_on_its_base_and_overrides_stand_on_both(tmp_path):
     assert (changed.preset, changed.options) == ("hyperloop", {"streams": 3})
 
 
+def test_a_base_may_be_a_shipped_recipe_and_a_file_beside_comes_first(tmp_path):
+    (tmp_path / "mine.toml").write_text('base = "smoke"\n[model]\nwidth = 16\n')
+    mine, smoke = lo.load_config(tmp_path / "mine.toml"), lo.load_config("smoke")
+    assert mine.model.width == 16 and mine.train == smoke.train
+    (tmp_path / "smoke").write_text('base = "nano"\n')
+    assert lo.load_config(tmp_path / "mine.toml").train == lo.load_config("nano").train
+
+
 def test_a_base_may_have_a_base_and_a_missing_one_names_the_file_that_asks_for_it(tmp_path):
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "first.toml").write_text('[model]\nlayout = "2"\nwidth = 64\nheads = 8\nkv_heads = 2\n')

@@ -47,7 +47,8 @@ def find_file(kind: str, name: str | Path) -> Path:
 def load_config(path: str | Path, set: Iterable[str] = ()) -> Config:
     """A recipe by its name or from a TOML file, with `a.b=c` overrides from `set`.
 
-    A file may have a `base = "other.toml"`, relative to the file, which it overrides; a base may have one too.
+    A file may have a `base = "other.toml"`, relative to the file, or `base = "nano"`, a shipped recipe, which it
+    overrides; a base may have one too.
 
     >>> load_config("nano", set=["loop.preset=vanilla"]).model.layout
     '1-2x3-1'
@@ -139,7 +140,9 @@ def _with_base(path: Path, askers: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path.resolve() in (asker.resolve() for asker in askers):
         raise ValueError(f"{askers[0]}: its base {str(path)!r} leads back to itself; leave one of the bases out")
     if not path.is_file():
-        raise ValueError(f"{askers[0]}: its base {str(path)!r} does not exist; give the path of a TOML file")
+        raise ValueError(
+            f"{askers[0]}: its base {str(path)!r} does not exist; give the path of a TOML file or a shipped name"
+        )
     try:
         values = _loop_in_model(tomllib.loads(path.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -149,7 +152,13 @@ def _with_base(path: Path, askers: tuple[Path, ...] = ()) -> dict[str, Any]:
         return values
     if not isinstance(name, str):
         raise ValueError(f"{path}: base must be the path of another recipe, got {name!r}")
-    return _on_top(_with_base(path.parent / name, (path, *askers)), values)
+    return _on_top(_with_base(find_base(path, name), (path, *askers)), values)
+
+
+def find_base(path: Path, name: str) -> Path:
+    """The base of a recipe or a study: a path relative to its file, or the name of a shipped recipe."""
+    beside = path.parent / name
+    return beside if beside.is_file() else shipped("recipes").get(name, beside)
 
 
 def _loop_in_model(values: dict[str, Any]) -> dict[str, Any]:

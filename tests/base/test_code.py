@@ -130,9 +130,8 @@ def test_an_installed_package_may_have_presets(file, monkeypatch):
     package = file.parent / "mine_of_a_test-1.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Name: mine_of_a_test\nVersion: 1\n")
-    (package / "entry_points.txt").write_text(
-        "[looptim.presets]\ninstalled = mine_of_a_test:mine\nbroken = mine_of_a_test:nothing\n"
-    )
+    entries = package / "entry_points.txt"
+    entries.write_text("[looptim.presets]\ninstalled = mine_of_a_test:mine\nbroken = mine_of_a_test:nothing\n")
     (file.parent / "mine_of_a_test.py").write_text(MINE)
     monkeypatch.syspath_prepend(file.parent)
     assert any(point.name == "installed" for point in importlib.metadata.entry_points(group="looptim.presets"))
@@ -144,5 +143,8 @@ def test_an_installed_package_may_have_presets(file, monkeypatch):
         assert code_of("installed") is not None
         with pytest.raises(ValueError, match=r"the preset broken of mine_of_a_test:nothing does not load"):
             built("broken")
+        entries.write_text("[looptim.presets]\ninstalled = mine_of_a_test:mine\n")
+        lo.PRESETS.pop("installed")
+        assert "installed" in [row["name"] for row in lo.zoo(width=8, steps=2)]
     finally:
         lo.PRESETS.pop("installed", None)

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import looptim as lo
+from looptim.base import source
 from looptim.loop.registry import code_of
 
 MINE = '''
@@ -60,6 +61,9 @@ def test_files_of_ones_own_that_it_imports_count_too(hash_of, tmp_path, monkeypa
         beside.write_text(f"def late():\n    import parts_of_a_test\nSIZE = {first}")
         inside.write_text(f"Y = {second}")
         unused.write_text(f"Z = {third}")
+        # Each is another Python.
+        for name in ("beside_of_a_test", "parts_of_a_test", "parts_of_a_test.x"):
+            sys.modules.pop(name, None)
         hashes.append(hash_of(imports + MINE))
     assert hashes[0] == hashes[3] == hashes[4]
     assert len(set(hashes)) == 3
@@ -141,3 +145,41 @@ def test_a_preset_keeps_the_hash_it_was_entered_with(hash_of, tmp_path):
     before = hash_of(MINE)
     (tmp_path / "mine_of_a_test.py").write_text(MINE.replace("vanilla", "huginn"))
     assert code_of("mine") == before, "what was imported is still what runs"
+
+
+def test_what_runs_counts_and_not_what_an_edit_made_of_its_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    beside, file = tmp_path / "beside_the_edited.py", tmp_path / "edited_in_a_living_python.py"
+    beside.write_text("PRESET = 'vanilla'\n")
+    text = MINE.replace('"vanilla"', "beside_the_edited.PRESET").replace(
+        "import loop", "import beside_the_edited, loop"
+    )
+    file.write_text(text)
+    monkeypatch.setitem(lo.PRESETS, "mine", None)
+
+    def now():
+        lo.build("edited_in_a_living_python:mine", width=8, steps=2)
+        return code_of("edited_in_a_living_python:mine"), "restart Python" in capsys.readouterr().err
+
+    first = now()
+    assert not first[1]
+    file.write_text("# A remark.\n" + text)
+    assert now() == first
+    file.write_text(text.replace("steps=steps", "steps=steps + 1"))
+    assert now() == (first[0], True), "what was imported runs on"
+    importlib.reload(sys.modules["edited_in_a_living_python"])
+    second = now()
+    assert second[0] != first[0] and not second[1]
+    # It is asked for the first time after an edit: what runs is in no file any more.
+    importlib.reload(sys.modules["beside_the_edited"])
+    beside.write_text("PRESET = 'huginn'\n")
+    third = now()
+    assert third[0] not in (first[0], second[0])
+    beside.write_text("PRESET = 'vanilla'\n")
+    assert now() == third
+    importlib.reload(sys.modules["beside_the_edited"])
+    assert now() == second
+    for name in ("edited_in_a_living_python", "beside_the_edited"):
+        monkeypatch.delitem(sys.modules, name)
+        source.RUNNING.pop(name, None)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .choices import choose
-from .source import hash_of_module
+from .source import hash_of_module, was_edited
 
 EVERYTHING = "*"
 
@@ -113,7 +113,10 @@ def _load(whole: str) -> Loaded:
         at = [] if isinstance(error, SyntaxError) else traceback.extract_tb(error.__traceback__)[-1:]
         where = "".join(f", {frame.filename}, line {frame.lineno}" for frame in at)
         raise ValueError(f"{whole} cannot be run ({type(error).__name__}: {error}{where}); fix it") from error
-    return Loaded(module, hash_of_module(module.__name__))
+    code = hash_of_module(module.__name__)
+    if was_edited(module.__name__):
+        print(f"{whole} was edited since Python imported it, and the old one runs; restart Python", file=sys.stderr)
+    return Loaded(module, code)
 
 
 def _run_file(path: Path) -> types.ModuleType:

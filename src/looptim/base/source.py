@@ -13,9 +13,10 @@ import sysconfig
 import types
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from importlib.machinery import SourceFileLoader
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 OURS = __name__.partition(".")[0]
 
@@ -55,7 +56,7 @@ def _trees(home: str) -> list[str]:
     names = [home]
     while names:
         name = names.pop()
-        text = None if name in found else _text(name, home)
+        text = None if name in found or not _is_users(name, home) else _text(name)
         if text is None:
             continue
         try:
@@ -64,21 +65,96 @@ def _trees(home: str) -> list[str]:
             continue
         names += _imported(tree, name)
         tree.body = [part for part in tree.body if not isinstance(part, ast.Expr | ast.If)]
-        found[name] = ast.dump(tree)
+        # What was edited before it was first asked for is in no file any more: then what runs stands for its source.
+        edited = name in RUNNING and RUNNING[name].edited
+        found[name] = repr(_made(_own(sys.modules[name]), name, set())) if edited else ast.dump(tree)
     return sorted(found.values())
 
 
-def _text(name: str, home: str) -> str | None:
-    """The source of a module if it is the user's: in the same package as `home`, or not installed."""
+class Running(NamedTuple):
+    """What a module is made of, from one import or reload to the next."""
+
+    spec: Any
+    text: str
+    edited: bool
+    """Whether that was no longer what it was imported from."""
+
+
+RUNNING: dict[str, Running] = {}
+"""The user's modules as they were when they were first asked for: an edit does not change what runs."""
+
+
+def was_edited(name: str) -> bool:
+    """Whether the file of a module says something else than what this Python imported from it."""
+    running, text = RUNNING.get(name), _text_of_file(name)
+    if running is None or text is None:
+        return False
+    with suppress(SyntaxError):
+        return running.edited or ast.dump(ast.parse(text)) != ast.dump(ast.parse(running.text))
+    return True
+
+
+def _is_users(name: str, home: str) -> bool:
+    """Whether a module is of the same package as `home`, or not installed."""
     top = name.partition(".")[0]
-    if top == OURS or (top != home.partition(".")[0] and not _is_loose(top)):
-        return None
-    # A file named by a reference is read once, and the text that was read is what runs.
-    text, file = getattr(sys.modules.get(name), "__source__", None), _file(name)
-    if text is None and file is not None:
+    return top != OURS and (top == home.partition(".")[0] or _is_loose(top))
+
+
+def _text(name: str) -> str | None:
+    """The source of a module, of one that is imported as it was then."""
+    module = sys.modules.get(name)
+    # A file that a reference names was read once, and that text is what runs.
+    if module is None or hasattr(module, "__source__"):
+        return getattr(module, "__source__", None) or _text_of_file(name)
+    if name not in RUNNING or RUNNING[name].spec is not module.__spec__:
+        text = _text_of_file(name)
+        if text is None:
+            return None
+        with suppress(SyntaxError):
+            RUNNING[name] = Running(module.__spec__, text, not _is_made_of(module, text))
+    return RUNNING[name].text if name in RUNNING else None
+
+
+def _text_of_file(name: str) -> str | None:
+    file = _file(name)
+    if file is not None:
         with suppress(OSError, UnicodeDecodeError):
             return file.read_text(encoding="utf-8")
-    return text
+    return None
+
+
+def _is_made_of(module: types.ModuleType, text: str) -> bool:
+    """Whether what a module has of its own is what a source makes; it may still be on its way."""
+    if type(getattr(module.__spec__, "loader", None)) is not SourceFileLoader:
+        # A script cannot be imported anew, and what rewrites code, as pytest does, makes something else of a source.
+        return True
+    codes, made = [compile(text, "", "exec")], []
+    for code in codes:
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+        made.append((code.co_qualname, _made(code, module.__name__, set())))
+    assigned = [(t, part.value) for part in ast.parse(text).body if isinstance(part, ast.Assign) for t in part.targets]
+    constants = {t.id: value for t, value in assigned if isinstance(t, ast.Name)}
+    has = vars(module)
+    return all(
+        (each.__code__.co_qualname, _made(each.__code__, module.__name__, set())) in made
+        for each in _functions(_own(module))
+        if each.__code__.co_filename == module.__file__
+    ) and all(has.get(k, v.value) == v.value for k, v in constants.items() if isinstance(v, ast.Constant))
+
+
+def _own(module: types.ModuleType) -> dict[str, Any]:
+    """The functions and classes that a module defines."""
+    return {k: v for k, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__}
+
+
+def _functions(scope: dict[str, Any]) -> Iterator[types.FunctionType]:
+    """The functions among some values, and the methods of the classes there."""
+    for value in scope.values():
+        value = inspect.unwrap(value) if callable(value) else value
+        if isinstance(value, types.FunctionType):
+            yield value
+        elif isinstance(value, type):
+            yield from (each for each in vars(value).values() if isinstance(each, types.FunctionType))
 
 
 def _file(name: str) -> Path | None:

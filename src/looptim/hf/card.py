@@ -8,6 +8,7 @@ from ..config import Config
 from ..loop import Loop, describe
 from ..model import LoopedLM
 from ..rundir import RunDir
+from ..training.gate import recorded_code
 
 CARD = """---
 library_name: transformers
@@ -35,7 +36,7 @@ Source `{source}`, tokenizer `{tokenizer}` with {vocabulary:,} tokens, sequences
 
 ## How to load
 
-looptim has to be installed, with its extra `hf`; nothing in this folder is executed.
+looptim has to be installed, with its extra `hf`; nothing in this folder is executed.{needs}
 
 ```python
 import looptim.hf
@@ -45,15 +46,22 @@ model = AutoModelForCausalLM.from_pretrained(FOLDER)
 tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 ```
 
-`vllm serve FOLDER` works too. Sequences have at most {max_length:,} tokens.
+`vllm serve FOLDER` works too{where}. Sequences have at most {max_length:,} tokens.
 """
+
+
+OWN = """
+Its transition is code of its author's, `{preset}`, which is not in this folder: looptim must have it first."""
+WHERE = """ where an installed package has the transition among its entry points (`looptim.presets`): the processes
+of vLLM import nothing else"""
 
 
 def write_card(run: RunDir, config: Config, model: LoopedLM) -> str:
     """What the model is, what it was trained on, what it reached, and how to load it."""
     loops = cast("list[Loop]", list(model.loops))
     last = run.metrics.last("valid_loss")
-    place, _, _ = config.model.loop.preset.rpartition(":")
+    preset = config.model.loop.preset
+    own = recorded_code(run).get("code") is not None
     metrics = "No validation was logged."
     if last:
         metrics = f"Validation loss {last['valid_loss']:.4f} nats per token after {last['tokens']:,} tokens."
@@ -69,5 +77,13 @@ def write_card(run: RunDir, config: Config, model: LoopedLM) -> str:
         seq_len=config.train.seq_len,
         metrics=metrics,
         max_length=model.config.max_length,
-        own=f"looptim.import_code({place!r})  # its transition, which is not in this folder\n" if place else "",
+        needs=OWN.format(preset=preset) if own else "",
+        own=f"looptim.import_code({_place(preset)})  # which has its transition\n" if own else "",
+        where=WHERE if own else "",
     )
+
+
+def _place(preset: str) -> str:
+    """The file or module of a preset, as Python code; a plain name does not tell where it was registered."""
+    place, _, _ = preset.rpartition(":")
+    return repr(place) if place else "FILE_OR_MODULE"

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections import UserDict
 from collections.abc import Callable
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from numbers import Integral, Real
 from typing import Any, final
 
@@ -50,10 +50,8 @@ def _find(name: str) -> tuple[Preset, str | None]:
         if is_reference(name):
             preset, code = find_code(name)
             return _named(preset, name), code
-        # Installed packages are trusted, since the user installed them.
-        installed = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
         try:
-            point = choose("preset", name, dict.fromkeys(PRESETS) | installed)
+            point = choose("preset", name, dict.fromkeys(PRESETS) | _installed())
         except ValueError as error:
             raise ValueError(f"{error}; name your own as file.py:function, or --import it") from None
         assert point is not None
@@ -64,6 +62,20 @@ def _find(name: str) -> tuple[Preset, str | None]:
                 f"the preset {name} of {point.value} does not load ({error}); fix or uninstall it"
             ) from error
     return PRESETS[name], PRESETS.codes[name]
+
+
+def _installed() -> dict[str, EntryPoint]:
+    """The presets of installed packages, which are trusted, since the user installed them."""
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+
+
+def names() -> list[str]:
+    """The names of all shipped, registered and installed presets.
+
+    >>> "operloop" in names()
+    True
+    """
+    return list(dict.fromkeys([*PRESETS, *_installed()]))
 
 
 def preset_of(name: str) -> Preset:

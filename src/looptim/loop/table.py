@@ -8,7 +8,7 @@ from typing import Any
 from ..base.markup import markdown_table
 from .describe import describe
 from .diagnose import diagnose_maps
-from .registry import PRESETS, build
+from .registry import build, names
 
 COLUMNS = {
     "name": "transition",
@@ -25,8 +25,8 @@ COLUMNS = {
 
 
 def zoo(width: int = 64, steps: int = 3) -> list[dict[str, Any]]:
-    """One row per preset: its description and its diagnosis, measured at its initial values."""
-    return [_row(name, width, steps) for name in PRESETS]
+    """One row per preset, installed ones too: its description and its diagnosis, measured at its initial values."""
+    return [_row(name, width, steps) for name in names()]
 
 
 def _row(name: str, width: int, steps: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, model_validator
 from ..config import Config, Strict, TrainConfig
 from ..loop.registry import NUMERICS, code_of
 from ..model.count import Count, count, training_flops
-from ..recipe import change, find_file, read_config, shipped
+from ..recipe import change, find_base, find_file, read_config
 from ..training.train import check_model
 from .phi_grid import PhiGrid
 
@@ -206,7 +206,7 @@ def make_plan(path: Path, study: Study, *, set: Iterable[str] = ()) -> Plan:
     layouts = all(variant.layout for variant in study.variants.values())
     _check_changes(changes, study, {**OWN, **({"model.layout": "variants"} if layouts else {})})
     # The base's own length is not that of a run: changes must fit what `_config` makes of it, and are checked there.
-    base = read_config(_base(path, study.base), set=[*changes, f"train.steps={study.tokens}"])
+    base = read_config(find_base(path, study.base), set=[*changes, f"train.steps={study.tokens}"])
     configs = {name: _config(base, study, name) for name in study.variants}
     counts = _counts(configs)
     codes = {name: code_of(config.model.loop.preset) for name, config in configs.items()}
@@ -234,12 +234,6 @@ def _seeded(settings: TrainConfig, vary: str, seed: int) -> TrainConfig:
     weights, data = {"both": (seed, seed), "weights": (seed, held), "data": (held, seed)}[vary]
     # A run whose two seeds agree is the same run, under the same name, whatever the study varies.
     return settings.model_copy(update={"seed": weights, "data_seed": None if data == weights else data})
-
-
-def _base(path: Path, base: str) -> Path:
-    """The recipe of a study: a path seen from the study's file, or the name of a shipped one."""
-    beside = path.parent / base
-    return beside if beside.is_file() or base not in shipped("recipes") else shipped("recipes")[base]
 
 
 def _read(path: Path) -> Study:
