@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from hf_models import SHARED, looped, tiny_config, tokens, wrapped
+from support import config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -22,6 +23,7 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import looptim as lo
 from looptim.config import ModelConfig
 from looptim.hf import LoopedConfig, LoopedForCausalLM, LoopedModel
 from looptim.hf.slots import eager_attention
@@ -483,3 +485,19 @@ def test_the_paper_model_can_be_described_without_allocating():
         model = LoopedForCausalLM(LoopedConfig.from_model_config(config))
     assert model.config.num_hidden_layers == 18
     assert all(p.is_meta for p in model.parameters())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["vanilla", "card_of_a_test.py:mine", "mine_by_name"])
+def test_the_card_says_when_a_transition_must_be_imported_first(tmp_path, monkeypatch, name):
+    file = tmp_path / "card_of_a_test.py"
+    text = "import looptim as lo\ndef mine(width, steps): return lo.build('vanilla', width=width, steps=steps)\n"
+    file.write_text(text + "lo.PRESETS['mine_by_name'] = mine\n")
+    monkeypatch.chdir(tmp_path)
+    lo.import_code(file.name)
+    monkeypatch.setitem(lo.PRESETS, "mine_by_name", lo.PRESETS["mine_by_name"])
+    lo.train(config(model={"loop": {"preset": name}}, steps=3), "run", progress=False)
+    card = (lo.export("run") / "README.md").read_text()
+    own = name != "vanilla"
+    assert (f"`{name}`, which is not in this folder" in card) == own
+    assert ("looptim.import_code(" in card) == own and ("`looptim.presets`" in card) == own
