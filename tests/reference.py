@@ -194,7 +194,8 @@ def _mixture(config, state, prefix, x, visit):
     """One token x (d) through its top-k experts and the shared one; the bias selects and does not weigh."""
     bias = state[prefix + "bias"]
     bias = bias[min(visit, bias.shape[0] - 1)]
-    scores = torch.sigmoid(state[prefix + "router.weight"] @ x)
+    router = state[prefix + "router.weight"].reshape(-1, config.experts, len(x))
+    scores = torch.sigmoid(router[min(visit, len(router) - 1)] @ x)
     ranked = sorted(range(config.experts), key=lambda e: float(scores[e] + bias[e]), reverse=True)
     chosen = ranked[: config.top_k]
     total = sum(scores[e] for e in chosen)

@@ -60,6 +60,7 @@ def models(draw) -> ModelConfig:
         experts=experts,
         top_k=draw(st.integers(1, experts)),
         balance=draw(st.sampled_from(["pooled", "per_visit"])),
+        router=draw(st.sampled_from(["shared", "per_visit"])),
     )
 
 

@@ -41,7 +41,7 @@ class RunDir:
         self.diverged_file = self.path / "diverged.txt"
         """Why a run of a study was not completed."""
         self.hops_file = self.path / "hops.json"
-        """What a run that learned chained assignments solves, by loops and hops."""
+        """What a run that learned a task of known difficulty solves, by loops and difficulty."""
         self.exits = Evaluation(self.eval, "exits")
         """What it costs and saves when tokens leave its loop early."""
         self.tracking_file = self.path / "tracking_id"

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from looptim.data import open_data
-from looptim.data.deref import hops_of
 from looptim.evaluation.kinds import depth_by_kind
 from looptim.recipe import load_config
 
@@ -15,8 +14,11 @@ def test_tokens_of_chained_assignments_are_grouped_by_hops(recipe):
     data = open_data(config.data, vocab_size=257, seq_len=config.train.seq_len)
     batch = data.batch("valid", seed=0, step=0, batch_size=5)
     # Every token goes as deep as it must, and a token without a target much deeper.
-    depth = data.needed_hops(batch.tokens)
+    depth = data.difficulty_of(batch.tokens)
     depth = torch.where(depth < 0, 99, depth)
     found = depth_by_kind([(batch.tokens, batch.targets)], [depth], data.tokenizer, data)
     assert found == {f"{hops} hops": {"loops": hops, "tokens": 15} for hops in range(4)}
-    assert sorted(hops_of(data.problem("valid", 0, 0)[0])) == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+    assert (
+        sorted(data.graded.difficulty_of(data.graded.problem("valid", 0, 0).text)[1::2])
+        == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+    )

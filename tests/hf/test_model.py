@@ -41,7 +41,9 @@ def offline(monkeypatch):
 
 
 def test_a_config_goes_there_and_back():
-    config = tiny_config(loop=SHARED, tied=True, balance="per_visit", balance_rate=0.25, aux_coefficient=0.5)
+    config = tiny_config(
+        loop=SHARED, tied=True, balance="per_visit", router="per_visit", balance_rate=0.25, aux_coefficient=0.5
+    )
     there = LoopedConfig.from_model_config(config, eos_token_id=3)
     assert there.to_model_config() == config
     again = LoopedConfig.from_dict(json.loads(there.to_json_string()))
@@ -328,7 +330,7 @@ def test_a_folder_in_shards_and_in_bf16_loads(tmp_path):
 
 
 def test_loading_with_more_loops_runs_the_same_weights_longer(tmp_path):
-    model = wrapped(loop=SHARED, balance="per_visit")
+    model = wrapped(loop=SHARED, balance="per_visit", router="per_visit")
     model.save_pretrained(tmp_path)
     for loops in (1, 2, 6):
         longer = AutoModelForCausalLM.from_pretrained(tmp_path, loops=loops)

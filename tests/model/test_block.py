@@ -18,7 +18,7 @@ def attend_5(q, k, v):
 
 def make_block(*, moe=True, visits=1, dtype=torch.float32):
     feedforward = (
-        MoE(WIDTH, experts=6, top_k=2, expert_hidden=8, shared_hidden=8, visits=visits) if moe else SwiGLU(WIDTH, 24)
+        MoE(WIDTH, experts=6, top_k=2, expert_hidden=8, shared_hidden=8, biases=visits) if moe else SwiGLU(WIDTH, 24)
     )
     block = Block(Attention(WIDTH, heads=4, kv_heads=2, head_dim=8), feedforward, width=WIDTH)
     for parameter in block.parameters():

@@ -50,6 +50,7 @@ def tokens(batch=2, length=13, seed=0):
         {"preset": "operloop", "layout": "0-2x2-0", "tied": True},
         {"preset": "operloop", "qk_norm": False, "pattern": "SSF"},
         {"preset": "operloop", "balance": "per_visit"},
+        {"preset": "operloop", "balance": "per_visit", "router": "per_visit"},
         {"preset": "none", "layout": "3"},
     ],
     ids=str,
@@ -256,6 +257,20 @@ def test_models_that_share_a_part_start_with_the_same_weights_in_it():
     torch.manual_seed(0)
     first, second = LoopedLM(config()), LoopedLM(config())
     assert not torch.equal(first.head.weight, second.head.weight)
+
+
+def test_a_model_with_a_router_per_visit_starts_as_the_one_with_a_shared_router():
+    shared, own = (LoopedLM(config(router=router), seed=3) for router in ("shared", "per_visit"))
+    assert torch.equal(shared(tokens()), own(tokens()))
+    weights = {name: p.shape for name, p in own.named_parameters() if name.endswith("router.weight")}
+    known = dict(shared.named_parameters())
+    # A layer that is not looped has one router either way.
+    assert {len(shape) for shape in weights.values()} == {2, 3}
+    own.loss(tokens(), tokens()).loss.backward()
+    for name, shape in weights.items():
+        if len(shape) == 3:
+            router = own.get_parameter(name)
+            assert torch.equal(router[1], known[name]) and not torch.equal(router.grad[0], router.grad[1])
 
 
 def test_initial_weights_have_the_standard_deviation_of_the_config():

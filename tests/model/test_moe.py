@@ -18,14 +18,16 @@ def make_moe(width=8, *, dtype=torch.float64, std=0.5, **options):
     return moe.to(dtype)
 
 
-def naive(moe, x, bias):
+def naive(moe, x, bias, visit=0):
     """y, and every sequence's loads and auxiliary loss, one token at a time, from the equations alone."""
-    experts, top_k = moe.router.weight.shape[0], moe.router.top_k
+    matrices = moe.router.weight.reshape(-1, moe.router.num_experts, x.shape[-1])
+    router = matrices[min(int(visit), len(matrices) - 1)]
+    experts, top_k = len(router), moe.router.top_k
     loads, outputs, losses = [], [], []
     for sequence in x:
         counts, shares = [0] * experts, 0
         for token in sequence:
-            s = torch.sigmoid(moe.router.weight @ token)
+            s = torch.sigmoid(router @ token)
             ranking = sorted(range(experts), key=lambda i: -(s[i] + bias[i]).item())[:top_k]
             total = sum(s[i] for i in ranking)
             y = moe.shared.down.weight @ (F.silu(moe.shared.gate.weight @ token) * (moe.shared.up.weight @ token))
@@ -43,7 +45,7 @@ def naive(moe, x, bias):
 
 def assert_equals_naive(moe, x, bias, tolerance=1e-10, **call):
     y, stats = moe(x, **call)
-    expected, load, loss = naive(moe, x, bias)
+    expected, load, loss = naive(moe, x, bias, call.get("visit", 0))
     torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(stats.aux_loss, loss, rtol=tolerance, atol=tolerance)
     assert torch.equal(stats.load, load)
@@ -198,13 +200,24 @@ def test_meta_device_counts_what_the_cpu_runs():
 
 
 def test_per_visit_bias_rows():
-    moe = make_moe(top_k=1, visits=3)
+    moe = make_moe(top_k=1, biases=3)
     moe.bias[:] = 10 * torch.eye(6)[[4, 0, 2]]
     x = torch.randn(1, 5, 8, dtype=torch.float64, requires_grad=True)
     for visit, expert in [(0, 4), (1, 0), (2, 2), (7, 2)]:
         for form in (visit, torch.tensor(visit)):
             stats = assert_equals_naive(moe, x, moe.bias[min(visit, 2)], visit=form)
             assert stats.load[0, expert] == 5
+
+
+def test_a_router_per_visit():
+    moe = make_moe(routers=3)
+    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    for visit in (0, 2, 7):
+        for form in (visit, torch.tensor(visit)):
+            assert_equals_naive(moe, x, moe.bias[0], visit=form)
+    # Only the router of this visit gets a gradient, and a visit beyond the last has that one's.
+    (gradient,) = torch.autograd.grad(moe(x, 5)[0].square().sum(), [moe.router.weight])
+    assert gradient[2].any() and not gradient[:2].any()
 
 
 def test_pooled_bias_ignores_the_visit():
@@ -281,7 +294,7 @@ def test_swiglu():
 
 
 def test_parameters_and_buffers():
-    moe = MoE(8, experts=4, top_k=2, expert_hidden=3, shared_hidden=5, visits=2)
+    moe = MoE(8, experts=4, top_k=2, expert_hidden=3, shared_hidden=5, biases=2)
     shapes = {name: tuple(value.shape) for name, value in moe.state_dict().items()}
     assert shapes == {
         "bias": (2, 4),

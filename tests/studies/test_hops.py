@@ -2,6 +2,7 @@
 
 import pytest
 
+from looptim.data.graded import Deref
 from looptim.reporting.tables import csv_text
 from looptim.rundir import Run
 from looptim.studies.hops import _updates_to_solve, hop_heats, hop_pictures, hop_tables
@@ -18,7 +19,7 @@ def runs_of(variant, shares, **more):
 
 def test_a_run_has_solved_its_task_at_the_first_validation_that_says_so():
     run = runs_of("vanilla x1", {}).runs[0]
-    assert _updates_to_solve(run, 1) == 400 and _updates_to_solve(run, 2) == float("inf")
+    assert _updates_to_solve(run, 1, Deref({})) == 400 and _updates_to_solve(run, 2, Deref({"hops": 3})) == float("inf")
 
 
 @pytest.mark.long

@@ -122,7 +122,7 @@ def plan_and_runs(losses):
             "loop": {"preset": "vanilla" if looped else "none"},
         }
         cells.append(Cell(member.name, 0, config(model=model, steps=int(4 * member.budget))))
-        run = Run(member.name, [], {}, {"env.json": '{"looptim": "1", "torch": "2"}'})
+        run = Run(member.name, [], {}, {"env.json": '{"looptim": "1", "torch": "2", "data": {}}'})
         found.append(Outcome(member.name, {0: run}, {}, {0: loss}, {}, {}, {}))
     return Plan("phi", study, cells, {}, {}), found
 

@@ -1,11 +1,16 @@
-"""What a study's runs are called."""
+"""What a study's runs are called, and what they are given equally much of."""
 
 import re
 
+import pytest
 from support import config
 
+from looptim.rundir import Run
 from looptim.studies.archive import NAMES
-from looptim.studies.spec import Cell
+from looptim.studies.figures import loss_minus
+from looptim.studies.measures import Outcome
+from looptim.studies.spec import Cell, load_plan
+from looptim.studies.tables import tables
 
 
 def test_a_key_that_looptim_gains_renames_no_run():
@@ -31,3 +36,43 @@ def test_a_preset_by_the_place_of_its_code_makes_the_name_of_one_folder():
     assert cells[0].name.startswith("my-mine_1-1x2-1_s0_")
     assert len(names) == len(presets), "the digest is of the whole"
     assert all(re.fullmatch(NAMES, f"{name}/config.toml") and len(name) < 120 for name in names)
+
+
+def matched(folder, tokens, more="", budget=1.0):
+    path = folder / "matched.toml"
+    path.write_text(
+        f"title = 'x'\nbase = 'smoke'\ntokens = {tokens}\nseeds = [0]\nreference = 'vanilla'\nmatch = 'flops'\n{more}\n"
+        "[variants.vanilla]\npreset = 'vanilla'\n[variants.parcae]\npreset = 'parcae'\n"
+        f"[variants.short]\npreset = 'none'\nlayout = '2'\nbudget = {budget}\n"
+    )
+    return load_plan(path)
+
+
+@pytest.mark.long
+def test_variants_may_have_the_same_flops_and_not_the_same_tokens(tmp_path):
+    plan = matched(tmp_path, 200_000)
+    steps = {name: plan.config(name).train.steps for name in plan.study.variants}
+    assert steps["parcae"] < steps["vanilla"] < steps["short"]
+    for name in plan.study.variants:
+        assert plan.flops(name) == pytest.approx(1, abs=0.01)
+        spent = plan.costs[name] * plan.tokens_of(name)
+        assert spent == pytest.approx(plan.costs["vanilla"] * plan.tokens, rel=0.01)
+        # The schedule ends with the last update; the reference's is the study's.
+        assert plan.config(name).optim == plan.config("vanilla").optim
+    assert plan.tokens == pytest.approx(200_000, rel=0.01)
+    table = tables(plan, [Outcome(name, {}, {}, {}, {}, {}, {}) for name in plan.study.variants], [])[0]
+    assert "tokens" in table.header and "the same training FLOPs" in table.notes[0]
+    twice = matched(tmp_path, 200_000, budget=2.0)
+    assert twice.flops("short") == pytest.approx(2, abs=0.01)
+    with pytest.raises(ValueError, match=r"FLOPs more than 1% off .* give more tokens, or write matched = false"):
+        matched(tmp_path, 4_000)
+    assert matched(tmp_path, 4_000, "matched = false").config("short").train.steps > 1
+
+
+def test_losses_are_subtracted_after_the_same_tokens():
+    ours, theirs = (
+        Run(name, [{"step": at, "tokens": at, "loss": loss(at)} for at in places], {}, {})
+        for name, places, loss in [("a", (10, 20, 25), lambda at: 2 * at), ("b", (10, 20, 30, 35), lambda at: at)]
+    )
+    tokens, values = loss_minus(ours, theirs)
+    assert tokens.tolist() == [10, 20] and values.tolist() == [10, 20]

@@ -254,9 +254,11 @@ def test_a_compiled_run_has_its_blocks_compiled(tmp_path, monkeypatch):
     assert len(compiled) == 1
 
 
-def test_every_visit_may_have_a_bias_of_its_own(tmp_path):
-    run = lo.train(config(model={"balance": "per_visit"}), tmp_path / "run", progress=False)
-    bias = lo.load(run)[0].blocks[1].feedforward.bias
+def test_every_visit_may_have_a_bias_and_a_router_of_its_own(tmp_path):
+    run = lo.train(config(model={"balance": "per_visit", "router": "per_visit"}), tmp_path / "run", progress=False)
+    feedforward = lo.load(run)[0].blocks[1].feedforward
+    bias, routers = feedforward.bias, feedforward.router.weight
+    assert routers.shape[0] == 2 and not torch.equal(routers[0], routers[1])
     assert bias.shape[0] == 2 and bias.abs().max() <= 12 * 5e-3 + 1e-7
     assert bias.any(1).all() and not torch.equal(bias[0], bias[1])
 
@@ -285,6 +287,8 @@ def test_loop_counts_can_be_sampled_and_backpropagation_truncated(tmp_path, sche
 def test_sequences_of_different_depth_share_no_bias_per_visit():
     with pytest.raises(ValueError, match=r"'parcae' needs model\.balance = 'pooled'"):
         config(model={"loop": {"preset": "huginn"}, "balance": "per_visit"}, loops={"scheme": "parcae"})
+    with pytest.raises(ValueError, match=r"'parcae' needs model\.router = 'shared'"):
+        config(model={"loop": {"preset": "huginn"}, "router": "per_visit"}, loops={"scheme": "parcae"})
 
 
 def test_any_seed_will_do():

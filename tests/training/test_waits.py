@@ -54,7 +54,9 @@ class Zeros(Dataset):
 
 RECIPES = {
     "operloop": config(batch_size=8, micro_batch=2),
-    "per visit, recomputed": config(model={"balance": "per_visit"}, batch_size=4, activation_checkpointing=True),
+    "per visit, recomputed": config(
+        model={"balance": "per_visit", "router": "per_visit"}, batch_size=4, activation_checkpointing=True
+    ),
     "huginn's depths": config(
         model={"loop": {"preset": "huginn", "options": {"start": "prelude"}}},
         loops={"scheme": "huginn", "mean": 3.0, "grad_loops": 2},

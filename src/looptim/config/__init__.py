@@ -48,9 +48,10 @@ class Config(Strict):
             raise ValueError(f"optim.warmup ({self.optim.warmup}) must be less than train.steps ({self.train.steps})")
         if self.optim.min_lr > self.optim.lr:
             raise ValueError(f"optim.min_lr ({self.optim.min_lr}) must not exceed optim.lr ({self.optim.lr})")
-        if self.train.loops.scheme == "parcae" and self.model.balance == "per_visit":
-            # Sequences end together, so one sequence makes its first visit when another makes a later one.
-            raise ValueError("train.loops.scheme = 'parcae' needs model.balance = 'pooled', not 'per_visit'")
+        for key, wanted in (("balance", "pooled"), ("router", "shared")):
+            # Sequences end together, so that the first visit of one is a later visit of another.
+            if self.train.loops.scheme == "parcae" and getattr(self.model, key) == "per_visit":
+                raise ValueError(f"train.loops.scheme = 'parcae' needs model.{key} = {wanted!r}, not 'per_visit'")
         if self.model.experts % self.parallel.expert:
             raise ValueError(
                 f"model.experts ({self.model.experts}) must be a multiple of parallel.expert ({self.parallel.expert})"

@@ -97,6 +97,9 @@ class ModelConfig(Strict):
     expert_hidden: int = Field(384, ge=1, description="Hidden width of a routed expert.")
     shared_hidden: int = Field(384, ge=1, description="Hidden width of the shared expert, which sees every token.")
     routed_scaling: float = Field(2.5, description="Factor on the output of the routed experts.")
+    router: Literal["shared", "per_visit"] = Field(
+        "shared", description="Whether all visits of a looped layer share a router or each has its own."
+    )
     balance: Literal["pooled", "per_visit"] = Field(
         "pooled", description="Whether router biases are kept per layer or per visit of it."
     )

@@ -61,6 +61,10 @@ class Dataset(abc.ABC):
     task: Task | None = None
     """The synthetic task and its options, if the data is a task."""
     knobs: Mapping[str, Any] = {}
+    levels: range = range(0)
+    """The difficulties of its targets, where they are known."""
+    unit: str = ""
+    """What these count."""
 
     @abc.abstractmethod
     def num_tokens(self, split: Split) -> int | None:
@@ -74,8 +78,8 @@ class Dataset(abc.ABC):
     def windows(self, split: Split, seed: int, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, targets and documents at these positions of the split's endless order."""
 
-    def needed_hops(self, tokens: Int[torch.Tensor, "rows length"]) -> Int[torch.Tensor, "rows length"] | None:
-        """How many hops each target needs, -1 if it has none; None if that is unknown."""
+    def difficulty_of(self, tokens: Int[torch.Tensor, "rows length"]) -> Int[torch.Tensor, "rows length"] | None:
+        """How deep one must look for each target, -1 where there is none; None where that is not known."""
         return None
 
     def batch(self, split: Split, *, seed: int, step: int, batch_size: int, rows: slice | None = None) -> Batch:

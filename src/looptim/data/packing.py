@@ -12,7 +12,7 @@ from ..config import DataConfig
 from .cache import cache_folder, digest, writing
 from .corpus import SPLITS, Corpus, Split, find_corpus
 from .dataset import Dataset, PackedDataset, Stream
-from .deref import DerefDataset
+from .graded import GRADED, GradedDataset
 from .mixture import MixedDataset, check_mixture
 from .pack import pack, pack_together
 from .shards import Shard
@@ -77,14 +77,25 @@ def _open_mixture(config: DataConfig, *, vocab_size: int, seq_len: int, progress
     return MixedDataset(parts, config.mixture)
 
 
+def task_options(config: DataConfig) -> dict[str, dict[str, Any]]:
+    """The knobs of the synthetic task that a source is, by its name, and which problems are held out of it."""
+    name = config.source.removeprefix("synthetic:")
+    # Tasks of other kinds hold out the same problems always.
+    fold = {"valid_fold": config.valid_fold} if config.valid_fold and name in GRADED else {}
+    return {name: {**config.options, **fold}}
+
+
 def _open_task(config: DataConfig, *, vocab_size: int, seq_len: int) -> Dataset:
     if config.valid_source is not None:
         raise ValueError(f"data.valid_source {config.valid_source!r} cannot go with {config.source!r}; leave it out")
-    if config.source == "synthetic:deref":
+    name = config.source.removeprefix("synthetic:")
+    if name in GRADED:
         _check_size(Tokenizer.bytes(), config, vocab_size)
-        return DerefDataset(config.options, seq_len=seq_len, vocab_size=vocab_size, fold=config.valid_fold)
-    task = find_task(config.source.removeprefix("synthetic:"))
-    # A task has no text to train a BPE on, and its digits must stay separate tokens.
+        return GradedDataset(
+            GRADED[name](config.options, fold=config.valid_fold), seq_len=seq_len, vocab_size=vocab_size
+        )
+    task = find_task(name)
+    # A task has no text to train a BPE on, and its digits must stay apart.
     tokenizer = Tokenizer.bytes() if config.tokenizer == "bpe" else _given_tokenizer(config)
     _check_size(tokenizer, config, vocab_size)
     return SyntheticDataset(

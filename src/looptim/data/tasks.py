@@ -24,8 +24,9 @@ HELD_OUT = 0.1
 """The share of problems that are held out."""
 
 _FEWEST = 50
-"""A task with fewer problems is refused, since too few of them would be held out."""
-_DRAWS = 10_000
+"""Problems below which a task is refused: too few of them would be held out."""
+DRAWS = 10_000
+"""Draws after which a split is taken to have no problem."""
 
 
 class Example(NamedTuple):
@@ -75,32 +76,36 @@ class Task:
             raise ValueError(f"split {split!r} must be train or valid")
         settings = self.settings(knobs)
         rng = random.Random(f"{self.name}:{split}:{seed}:{index}")
-        for _ in range(_DRAWS):
+        for _ in range(DRAWS):
             problem = self.draw(rng, **settings)
             if problem is not None and split_of(problem.canonical) == split:
                 return Example(problem.prompt, problem.answer)
         raise ValueError(f"task {self.name!r} has hardly any {split} problems at {settings}; choose other knobs")
 
     def settings(self, knobs: Mapping[str, Any]) -> dict[str, Any]:
-        """The options with defaults filled in; an unknown or impossible one is an error."""
-        for name, value in knobs.items():
-            if name not in self.knobs:
-                hint = nearest(name, self.knobs)
-                raise ValueError(f"task {self.name!r} has no knob {name!r}{hint} known: {', '.join(self.knobs)}")
-            knob = self.knobs[name]
-            if isinstance(knob.default, bool):
-                if not isinstance(value, bool):
-                    raise ValueError(f"knob {name!r} of task {self.name!r} must be true or false, got {value!r}")
-            elif type(value) is not int or not knob.low <= value <= knob.high:
-                bounds = f"from {knob.low} to {knob.high}"
-                raise ValueError(f"knob {name!r} of task {self.name!r} must be a whole number {bounds}, got {value!r}")
-        settings = {name: knobs.get(name, knob.default) for name, knob in self.knobs.items()}
+        """The knobs with their defaults; an unknown or impossible one is an error."""
+        settings = settle_knobs(self.name, self.knobs, knobs)
         if (count := self.count(**settings)) < _FEWEST:
             raise ValueError(
                 f"task {self.name!r} has only {count} problems at {settings}, too few to hold some out; raise a knob "
                 f"until there are {_FEWEST}"
             )
         return settings
+
+
+def settle_knobs(task: str, table: Mapping[str, Knob], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The knobs of a task with their defaults; an unknown or impossible one is an error."""
+    for name, value in values.items():
+        if name not in table:
+            raise ValueError(f"task {task!r} has no knob {name!r}{nearest(name, table)} known: {', '.join(table)}")
+        knob = table[name]
+        if isinstance(knob.default, bool):
+            if not isinstance(value, bool):
+                raise ValueError(f"knob {name!r} of task {task!r} must be true or false, got {value!r}")
+        elif type(value) is not int or not knob.low <= value <= knob.high:
+            bounds = f"from {knob.low} to {knob.high}"
+            raise ValueError(f"knob {name!r} of task {task!r} must be a whole number {bounds}, got {value!r}")
+    return {name: values.get(name, knob.default) for name, knob in table.items()}
 
 
 def split_of(canonical: str, fold: int = 0) -> Literal["train", "valid"]:

@@ -264,7 +264,7 @@ def _controls(model: LoopedLM, data: Dataset, report: Sequence[Pair], residual: 
     random = run_exits(model, report, [Exit(Random(residual["histogram"]), 1.0)] * len(report)).numbers()
     traces = [read_every_loop(model, *pair)[0] for pair in report]
     policies = [_oracle(report, traces, price, more) for more in (0, 1) for price in PRICES]
-    hops = [data.needed_hops(tokens) for tokens, _ in report]
+    hops = [data.difficulty_of(tokens) for tokens, _ in report]
     if all(each is not None for each in hops):
         # A hop a loop; a problem's first two statements are read in the first.
         policies += [[PerToken((each.clamp(1) + more).clamp(max=loop.steps)) for each in hops] for more in (0, 1)]

@@ -26,7 +26,7 @@ from lm_eval.tasks import TaskManager
 
 from ..base.choices import nearest
 from ..base.console import Progress
-from ..data import TASKS
+from ..data import GRADED, TASKS
 from .answers import Answers
 from .sandbox import CodeEval
 from .suites import CODE, FOLDERS, SHOTS, refusal
@@ -78,7 +78,7 @@ def load_tasks(names: Sequence[str], *, allow_code: bool) -> dict[str, Any]:
         manager = TaskManager()
     for name in names:
         if name not in manager.all_tasks:
-            hint = nearest(name, [*TASKS, *manager.all_tasks])
+            hint = nearest(name, [*TASKS, *GRADED, *manager.all_tasks])
             raise ValueError(f"unknown task {name!r}{hint} neither looptim nor lm-eval {VERSION} has it")
     loaded, missing = {}, {}
     # Code tasks are loaded last: importing their metric takes seconds, which are lost if another task is missing.

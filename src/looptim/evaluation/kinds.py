@@ -31,14 +31,14 @@ def kind_of(piece: str) -> str:
 def depth_by_kind(
     pairs: Iterable[tuple[Tensor, Tensor]], depths: Iterable[Tensor], tokenizer: Tokenizer, data: Dataset
 ) -> dict[str, dict[str, float]]:
-    """The mean depth and the number of predicted tokens of each kind; for chained assignments, by hops."""
+    """The mean depth and the number of predicted tokens of each kind; of a task of known difficulty, by that."""
     found: dict[str, list[int]] = defaultdict(list)
     for (tokens, targets), depth in zip(pairs, depths, strict=True):
-        hops = data.needed_hops(tokens)
-        pieces = {} if hops is not None else tokenizer.pieces(set(tokens.flatten().tolist()))
-        rows = tokens.tolist() if hops is None else hops.tolist()
+        levels = data.difficulty_of(tokens)
+        pieces = {} if levels is not None else tokenizer.pieces(set(tokens.flatten().tolist()))
+        rows = tokens.tolist() if levels is None else levels.tolist()
         for row, target, deep in zip(rows, targets.tolist(), depth.tolist(), strict=True):
             for each, wanted, loops in zip(row, target, deep, strict=True):
                 if wanted != IGNORE:
-                    found[kind_of(pieces[each]) if hops is None else f"{each} hops"].append(loops)
+                    found[kind_of(pieces[each]) if levels is None else f"{each} {data.unit}"].append(loops)
     return {name: {"loops": sum(all_) / len(all_), "tokens": len(all_)} for name, all_ in sorted(found.items())}

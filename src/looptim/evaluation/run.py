@@ -18,13 +18,13 @@ import torch
 
 from ..base.console import Progress, duration
 from ..base.markup import Answer
-from ..data import TASKS, Tokenizer
+from ..data import GRADED, TASKS, Tokenizer, task_options
 from ..loading import load, wrap
 from ..loop import Depth
 from ..model import LoopedLM
 from ..model.count import count
 from ..rundir import Evaluation, RunDir
-from . import offline
+from . import graded, offline
 from . import tasks as reasoning
 from .answers import Answers, remove_answers
 from .averages import averages, scores
@@ -77,10 +77,11 @@ def evaluate(
     path, names = Path(path), choose(suite, tasks)
     _check(path, names, limit=limit, batch_size=batch_size, allow_code=allow_code)
     subject = _open(path, loops, depth)
-    stock = [name for name in names if name not in TASKS]
+    ours = TASKS.keys() | GRADED.keys()
+    stock = [name for name in names if name not in ours]
     loaded = _load_tasks(stock, allow_code=bool(allow_code)) if stock else {}
     # A tag of lm-eval has become its tasks.
-    names = [*loaded, *(name for name in names if name in TASKS)]
+    names = [*loaded, *(name for name in names if name in ours)]
     out = RunDir(path).eval if out is None else Path(out)
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -183,7 +184,10 @@ def _run(
     }
     start = time.monotonic()
     with Answers(files, settings) as answers:
-        if lm is None or loaded is None:
+        if name in GRADED:
+            number = settings["limit"] or reasoning.COUNT
+            record |= graded.run(name, subject, settings, problems=number, progress=progress)
+        elif lm is None or loaded is None:
             record |= reasoning.run(name, subject, settings, answers, batch_size=progress.batch, progress=progress)
         else:
             lm.start(answers, progress)
@@ -202,6 +206,8 @@ def _open(path: Path, loops: int | None, depth: Depth | None = None) -> Subject:
     wrapped.generation_config.eos_token_id = tokenizer.eos
     config = model.config if loops is None else model.config.with_loops(loops)
     cost = count(config)
+    # A model may have parameters for each visit, which it does not gain or lose with the loops it is run for.
+    own = cost if loops is None else count(model.config)
     identity = {
         "weights": _hash(model),
         "tokenizer": tokenizer.hash,
@@ -213,7 +219,7 @@ def _open(path: Path, loops: int | None, depth: Depth | None = None) -> Subject:
         **({"noncausal": True} if config.loop.noncausal else {}),
         "context_length": config.max_length,
         "dtype": str(wrapped.dtype).removeprefix("torch."),
-        "parameters": cost.parameter_conventions()["non-vocabulary"],
+        "parameters": own.parameter_conventions()["non-vocabulary"],
         "flops_per_token": cost.flop_conventions()["without head"],
     }
     return Subject(model, tokenizer, wrapped, loops, depth, _trained(path), identity)
@@ -223,8 +229,7 @@ def _trained(path: Path) -> dict[str, Any]:
     """The options of the synthetic task that a run learned, as the run or its export says."""
     run = RunDir(path)
     if run.config_file.is_file():
-        data = run.config().data
-        return {data.source.removeprefix("synthetic:"): data.options}
+        return task_options(run.config().data)
     return json.loads((path / "config.json").read_text()).get("task_specific_params") or {}
 
 
@@ -252,7 +257,9 @@ def _harness_model(subject: Subject, folder: Path, batch_size: int) -> Model:
 def _settings(name: str, subject: Subject, limit: int | None, loaded: dict[str, Any]) -> dict[str, Any]:
     """What a result depends on. The batch size is not among it: numbers do not change with it."""
     settings = {"model": subject.identity, "limit": limit}
-    if name in TASKS:
+    if name in GRADED:
+        settings |= graded.settings(name, subject.trained)
+    elif name in TASKS:
         settings |= reasoning.settings(name, subject.trained)
     else:
         from . import harness

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from ..base.files import whole_folder, write_whole
+from ..data import task_options
 from ..loading import load, no_progress_bar, wrap
 from ..rundir import RunDir
 from ..training.gate import recorded_code
@@ -28,7 +29,7 @@ def export(run: str | Path, out: str | Path | None = None) -> Path:
     data = folder.config().data
     if data.source.startswith("synthetic:"):
         # The task is exported too, so that the model can be evaluated on what it was trained on.
-        wrapped.config.task_specific_params = {data.source.removeprefix("synthetic:"): data.options}
+        wrapped.config.task_specific_params = task_options(data)
     code = recorded_code(folder).get("code")
     if code is not None:
         # The export does not contain a transition of the user's own, which is known only by its source.

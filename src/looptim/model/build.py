@@ -47,7 +47,8 @@ def build_block(config: ModelConfig, layer: LayerSpec, visits: int) -> Block:
             expert_hidden=config.expert_hidden,
             shared_hidden=config.shared_hidden,
             scaling=config.routed_scaling,
-            visits=visits if config.balance == "per_visit" else 1,
+            biases=visits if config.balance == "per_visit" else 1,
+            routers=visits if config.router == "per_visit" else 1,
         )
     return Block(attention, feedforward, width=config.width, eps=config.norm_eps)
 

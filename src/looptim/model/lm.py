@@ -19,7 +19,7 @@ from .build import build_block, build_loop, derive, draw_seed, seeded
 from .embedding import build_embedding
 from .head import IGNORE, Head
 from .layout import Layout
-from .moe import MoEStats
+from .moe import MoEStats, Router
 from .norm import RMSNorm
 from .visits import HeldKeys, Reading, Visit, make_visits
 
@@ -103,6 +103,8 @@ class LoopedBody(nn.Module):
             if parameter.dim() > 1 and not parameter.is_meta:
                 generator = torch.Generator(parameter.device).manual_seed(derive(seed, full_name))
                 nn.init.normal_(parameter, std=std, generator=generator)
+        for router in (module for module in part.modules() if isinstance(module, Router)):
+            router.start_alike()
 
     def embed(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T d"]:
         """Embed tokens; a token outside the vocabulary, or a sequence that is too long, is an error and not a crash."""

@@ -60,22 +60,40 @@ class Router(nn.Module):
 
     s = sigmoid(W x),  K = top-k of s + bias,  weights_i = scaling * s_i / sum_{j in K} s_j for i in K.
 
+    A looped layer may have a matrix per visit, W_l, which all start alike; a visit beyond the last one uses the last.
+    With one matrix for all visits a token meets much the same experts in each (LOOM).
+
     Reference: DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2.
+
+    >>> router = Router(8, experts=4, top_k=2, visits=3)
+    >>> router(torch.randn(5, 8), torch.zeros(4), 7).indices.shape
+    torch.Size([5, 2])
     """
 
-    def __init__(self, width: int, experts: int, top_k: int, *, scaling: float = 2.5) -> None:
+    def __init__(self, width: int, experts: int, top_k: int, *, scaling: float = 2.5, visits: int = 1) -> None:
         super().__init__()
         if not 1 <= top_k <= experts:
             raise ValueError(f"top_k must be between 1 and the number of experts, got {top_k} of {experts}.")
         self.num_experts = experts
         self.top_k = top_k
         self.scaling = scaling
-        self.weight = nn.Parameter(torch.empty(experts, width).normal_(std=INIT_STD))
+        shape = (experts, width) if visits == 1 else (visits, experts, width)
+        self.weight = nn.Parameter(torch.empty(shape).normal_(std=INIT_STD))
+        self.start_alike()
 
-    def forward(self, x: Float[Tensor, "tokens width"], bias: Float[Tensor, " experts"]) -> Routing:
+    @torch.no_grad()
+    def start_alike(self) -> None:
+        """Give every visit the matrix of the first, so that the model starts as one with a shared router."""
+        if self.weight.dim() == 3:
+            self.weight[1:] = self.weight[0]
+
+    def forward(
+        self, x: Float[Tensor, "tokens width"], bias: Float[Tensor, " experts"], visit: int | Int[Tensor, ""] = 0
+    ) -> Routing:
         dtype = torch.promote_types(x.dtype, torch.float32)
+        weight = self.weight if self.weight.dim() == 2 else row_of(self.weight, visit)
         with full_precision(x):
-            scores = F.linear(x.to(dtype), self.weight.to(dtype)).sigmoid()
+            scores = F.linear(x.to(dtype), weight.to(dtype)).sigmoid()
         indices = (scores.detach() + bias).topk(self.top_k, dim=-1, sorted=False).indices
         chosen = scores.gather(-1, indices)
         # The floor only matters if every chosen sigmoid underflows, where it avoids 0 / 0.
@@ -196,8 +214,8 @@ class MoE(nn.Module):
     """Routed experts plus a shared one that is neither gated nor scaled.
 
     y = experts(x, router(x, bias)) + shared(x). `bias` is a buffer with one row, or one per visit of a looped layer;
-    the trainer moves it with `balance_update`. A visit beyond the last row uses the last row. Decoding leaves `stats`
-    out.
+    the trainer moves it with `balance_update`. A visit beyond the last row uses the last row; so it is with `routers`,
+    matrices of the router for so many visits. Decoding leaves `stats` out.
 
     >>> moe = MoE(8, experts=4, top_k=2, expert_hidden=4, shared_hidden=4)
     >>> y, stats = moe(torch.randn(2, 3, 8))
@@ -216,13 +234,14 @@ class MoE(nn.Module):
         expert_hidden: int,
         shared_hidden: int,
         scaling: float = 2.5,
-        visits: int = 1,
+        biases: int = 1,
+        routers: int = 1,
     ) -> None:
         super().__init__()
-        self.router = Router(width, experts, top_k, scaling=scaling)
+        self.router = Router(width, experts, top_k, scaling=scaling, visits=routers)
         self.experts = Experts(width, experts=experts, hidden=expert_hidden)
         self.shared = SwiGLU(width, shared_hidden)
-        self.register_buffer("bias", torch.zeros(visits, experts))
+        self.register_buffer("bias", torch.zeros(biases, experts))
 
     def forward(
         self,
@@ -235,7 +254,7 @@ class MoE(nn.Module):
         """The output and the stats; tokens that are not `live` meet no routed expert and are not counted."""
         batch, length, _ = x.shape
         flat = x.flatten(0, 1)
-        routing = self.router(flat, visit_row(self.bias, visit))
+        routing = self.router(flat, row_of(self.bias, visit), visit)
         y = self.experts(flat, routing, None if live is None else live.flatten()).view(x.shape) + self.shared(x)
         if not stats:
             return y, None
@@ -246,14 +265,14 @@ class MoE(nn.Module):
         return y, MoEStats(counts, aux_loss)
 
 
-def visit_row(bias: Float[Tensor, "visits experts"], visit: int | Tensor) -> Float[Tensor, " experts"]:
-    """The bias row of this visit. As a 0-d tensor the visit is data, so compiled code serves all visits."""
-    last = bias.shape[0] - 1
+def row_of(rows: Float[Tensor, "visits ..."], visit: int | Tensor) -> Tensor:
+    """The row of this visit; given as a 0-d tensor, the visit is data and compiled code serves them all."""
+    last = rows.shape[0] - 1
     if last == 0:
-        return bias[0]
+        return rows[0]
     if isinstance(visit, Tensor):
-        return bias.index_select(0, visit.clamp(max=last).reshape(1)).squeeze(0)
-    return bias[min(visit, last)]
+        return rows.index_select(0, visit.clamp(max=last).reshape(1)).squeeze(0)
+    return rows[min(visit, last)]
 
 
 def expert_counts(

@@ -11,7 +11,7 @@ import numpy as np
 from ..reporting.page import Chart, Group, Line, Page, forest
 from ..reporting.style import styles_of
 from ..rundir import Run
-from .figures import DIFFERENCE, by_depth
+from .figures import DIFFERENCE, by_depth, loss_minus
 from .measures import MEASURES, Comparison, Outcome, growth
 from .spec import Plan
 from .statistics import Estimate, estimate
@@ -60,8 +60,7 @@ def _minus(done: Sequence[Outcome], reference: Mapping[int, Run], name: str) -> 
     lines = []
     for group, outcome in enumerate(done):
         for seed in outcome.runs.keys() & reference.keys():
-            (tokens, ours), (_, theirs) = (runs[seed].column("loss") for runs in (outcome.runs, reference))
-            lines.append(Line(group, "", tokens, ours - theirs))
+            lines.append(Line(group, "", *loss_minus(outcome.runs[seed], reference[seed])))
     title = f"Training loss minus that of {name}"
     return Chart("difference", title, f"Paired by seed. {BANDS}", "nats per token", lines, noisy=True, loss=True)
 

@@ -75,7 +75,14 @@ def _curve(run: Run, key: str) -> Curve:
 
 def _minus(ours: Mapping[int, Run], theirs: Mapping[int, Run]) -> list[Curve]:
     pairs = [(ours[seed], theirs[seed]) for seed in ours if seed in theirs]
-    return [(a.column("loss")[0], smooth(a.column("loss")[1] - b.column("loss")[1])) for a, b in pairs]
+    return [(tokens, smooth(values)) for tokens, values in (loss_minus(a, b) for a, b in pairs)]
+
+
+def loss_minus(ours: Run, theirs: Run) -> Curve:
+    """The training loss of one run minus another's, after the tokens at which both have logged it."""
+    (tokens, loss), (others, other) = ours.column("loss"), theirs.column("loss")
+    shared, here, there = np.intersect1d(tokens, others, return_indices=True)
+    return shared, loss[here] - other[there]
 
 
 def _lines(axes: Axes, curves: Mapping[str, Sequence[Curve]], styles: Styles) -> None:

@@ -22,9 +22,10 @@ import torch
 from ..base.console import Progress
 from ..base.files import HeldError, write_whole
 from ..config import Config
+from ..data import GRADED
 from ..evaluation import evaluate
 from ..evaluation.exits import evaluate_exits
-from ..evaluation.hops import evaluate_hops
+from ..evaluation.graded import evaluate_hops
 from ..evaluation.tasks import COUNT as PROBLEMS
 from ..rundir import RunDir, read_record
 from ..training.checkpoint import prune
@@ -69,7 +70,7 @@ def is_settled(cell: Cell, runs: Path) -> bool:
 def answers_of(cell: Cell, runs: Path) -> Path | None:
     """The file with a run's exact match, if it learns a task."""
     task, run = task_of(cell.config), RunDir(runs / cell.name)
-    if task == "deref":
+    if task in GRADED:
         return run.hops_file
     return run.evaluation(task, limit=PROBLEMS).result if task else None
 
@@ -222,7 +223,7 @@ def _run(cell: Cell, runs: Path, presets: bytes) -> None:
 
 def _ask(task: str, run: RunDir) -> None:
     with run.claim():
-        if task == "deref":
+        if task in GRADED:
             evaluate_hops(run.path, problems=PROBLEMS)
             return
         evaluate(run.path, tasks=[task], limit=PROBLEMS, batch_size=100, quiet=True)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..data import open_data, text_of
+from ..data import GRADED, open_data, text_of
 from ..rundir import Run, RunDir, difference
 from .grid import answers_of, divergence, exits_of, is_finished, is_settled, task_of
 from .spec import Cell, Plan
@@ -42,7 +42,7 @@ class Outcome:
     exact_match: dict[int, float]
     """Shares of right answers on the task that the runs learn; empty for text."""
     hops: dict[int, dict[str, list[float]]]
-    """Of chained assignments: shares by loops, then by hops; empty elsewhere."""
+    """Of a task of known difficulty: shares by loops, then by difficulty; empty elsewhere."""
     exits: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
     """What it costs and saves when tokens leave early; empty where the study does not ask."""
 
@@ -128,7 +128,7 @@ def check_runs(plan: Plan, runs: Path, *, progress: bool) -> None:
     if all(is_settled(cell, runs) for cell in plan.cells):
         return
     config = plan.cells[0].config
-    if task_of(config) and importlib.util.find_spec("transformers") is None:
+    if task_of(config) not in (None, *GRADED) and importlib.util.find_spec("transformers") is None:
         raise ValueError("a study of a task asks its runs through transformers; pip install 'looptim[hf]'")
     data = open_data(
         config.data, vocab_size=config.model.vocab_size, seq_len=config.train.seq_len, progress=progress
@@ -162,7 +162,7 @@ def outcomes(plan: Plan, runs: Path, *, seen: Mapping[str, str] | None = None) -
             data = run.environment["data"]
             answers = _answers(cell, runs)
             right = None if answers is None else answers["results"]["exact_match,none"]
-            hops = answers["loops"] if answers is not None and task_of(cell.config) == "deref" else None
+            hops = answers["loops"] if answers is not None and task_of(cell.config) in GRADED else None
             asked = exits_of(cell, runs)
             exits = None if asked is None else json.loads(asked.read_text())
         except (ValueError, KeyError, TypeError) as error:
@@ -301,6 +301,7 @@ def as_json(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison]
             "parameters": sum(count.parameters.values()),
             "active": sum(count.active.values()),
             "flops": plan.flops(outcome.variant),
+            "tokens": plan.tokens_of(outcome.variant),
             **{measure.key: _dict(estimate(list(measure.of(outcome).values()))) for measure in MEASURES},
             **{f"{each.measure.key}_difference": _dict(each.to_reference.get(outcome.variant)) for each in compared},
             **{f"{each.measure.key}_against": _dict(each.to_twin.get(outcome.variant)) for each in compared},

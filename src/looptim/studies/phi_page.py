@@ -18,9 +18,10 @@ from ..reporting.page import Group, Page, forest
 from ..reporting.plots import Picture, axes_of
 from ..reporting.style import styles_of
 from ..reporting.tables import Cell, Table
-from .measures import Outcome
+from .measures import Outcome, data_of
 from .phi import Point, as_json, bootstrap, fit, interval, is_identified
 from .spec import Plan
+from .tables import held_out
 
 FILE = "phi.json"
 """Points, fit and the draws of the bootstrap, in the folder of a study."""
@@ -136,6 +137,7 @@ def _notes(plan: Plan, measured: Mapping[str, Any] | None, found: Sequence[Outco
         "of loops; an interval wider than from 0 to 1 identifies nothing.",
         f"The largest run has {largest:.1e} FLOP, by 6 N D; the published exponents (plain loop 0.459 [0.41, 0.53], "
         "hyper-connections 0.65, truncated backpropagation 0.38) are of 4e17 and more.",
+        f"Losses are those of the last validation, in nats per token.{held_out(data_of(found))}",
         *plan.notes,
         *missing,
     ]

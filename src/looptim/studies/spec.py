@@ -22,9 +22,9 @@ from .phi_grid import PhiGrid
 
 VERSION = {} if NUMERICS == 1 else {"numerics": NUMERICS}
 """What looptim computes, as a part of what a run is; the first version is in no name, since the first runs had none."""
-TOLERANCE = 0.02
-"""How far the training FLOPs of a variant may be from the reference's."""
-
+TOLERANCE = {"tokens": 0.02, "flops": 0.01}
+"""How far the training FLOPs of a variant may be from the reference's, by what the variants are given equally much of.
+"""
 
 OWN = {"train.steps": "tokens", "loop": "variants", "model.loop": "variants"}
 """Keys of a recipe that a study sets itself, and from what."""
@@ -77,6 +77,8 @@ class Scale(Strict):
     base: str | None = None
     tokens: int | None = Field(None, ge=1)
     seeds: Seeds | None = Field(None, min_length=1)
+    match: Literal["tokens", "flops"] | None = None
+    matched: bool | None = None
     set: tuple[str, ...] | None = None
 
 
@@ -91,6 +93,9 @@ class Study(Strict):
         "both", description="What a seed changes: the initial weights, the order of the data, or both at once."
     )
     reference: str = Field(description="The variant the others are compared with.")
+    match: Literal["tokens", "flops"] = Field(
+        "tokens", description="What the budget is in: tokens, or the training FLOPs of so many of the reference's."
+    )
     matched: bool = Field(True, description="Whether training FLOPs must agree.")
     set: tuple[str, ...] = Field((), description="Changes to the base, as key=value.")
     variants: dict[str, Variant] = Field(min_length=1)
@@ -157,9 +162,8 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """That a run is trained on: the budget in whole updates."""
-        settings = self.cells[0].config.train
-        return settings.steps * settings.batch_size * settings.seq_len
+        """That a run of the reference is trained on: the budget in whole updates."""
+        return self.tokens_of(self.study.reference)
 
     @property
     def held(self) -> int:
@@ -169,7 +173,13 @@ class Plan:
 
     def flops(self, variant: str) -> float:
         """Training FLOPs of a run, relative to the reference's."""
-        return self.costs[variant] / self.costs[self.study.reference]
+        ours, theirs = (self.costs[name] * self.tokens_of(name) for name in (variant, self.study.reference))
+        return ours / theirs
+
+    def tokens_of(self, variant: str) -> int:
+        """That a run of a variant is trained on."""
+        settings = self.config(variant).train
+        return settings.steps * settings.batch_size * settings.seq_len
 
     def identity(self) -> dict[str, Any]:
         """What identifies the study: the budget, the reference and every variant's config, whatever the seeds."""
@@ -209,6 +219,10 @@ def make_plan(path: Path, study: Study, *, set: Iterable[str] = ()) -> Plan:
     base = read_config(find_base(path, study.base), set=[*changes, f"train.steps={study.tokens}"])
     configs = {name: _config(base, study, name) for name in study.variants}
     counts = _counts(configs)
+    costs = {name: cost for name, (_, cost) in counts.items()}
+    if study.match == "flops":
+        worth = {name: costs[study.reference] / cost for name, cost in costs.items()}
+        configs = {name: _config(base, study, name, worth=worth[name]) for name in study.variants}
     codes = {name: code_of(config.model.loop.preset) for name, config in configs.items()}
     cells = [
         Cell(
@@ -221,7 +235,6 @@ def make_plan(path: Path, study: Study, *, set: Iterable[str] = ()) -> Plan:
         for seed in study.seeds
         for name, config in configs.items()
     ]
-    costs = {name: cost for name, (_, cost) in counts.items()}
     plan = Plan(path.stem, study, cells, {name: counted for name, (counted, _) in counts.items()}, costs)
     if study.matched:
         _check_matched(plan)
@@ -258,12 +271,13 @@ def _check_changes(changes: Iterable[str], study: Study, own: Mapping[str, str])
                 raise ValueError(f"set {text!r} would change nothing: a study has {key} from its {source}; edit those")
 
 
-def _config(base: Config, study: Study, name: str) -> Config:
+def _config(base: Config, study: Study, name: str, *, worth: float = 1.0) -> Config:
+    """Of a variant whose token is `worth` so many of those that the budget counts."""
     variant = study.variants[name]
     values = base.model_dump()
     values["model"]["loop"] = variant.model_dump(include={"preset", "options", "noncausal"})
     values["model"]["layout"] = variant.layout or base.model.layout
-    budget = variant.budget * study.tokens
+    budget = variant.budget * study.tokens * worth
     values["train"]["steps"] = max(1, round(budget / (base.train.batch_size * base.train.seq_len)))
     try:
         _check_changes(variant.set, study, {**OWN_OF_VARIANT, **dict.fromkeys(COMMON, "base, the same for all")})
@@ -296,10 +310,16 @@ def _counts(configs: Mapping[str, Config]) -> dict[str, tuple[Count, float]]:
 
 
 def _check_matched(plan: Plan) -> None:
-    off = [name for name in plan.study.variants if abs(plan.flops(name) - 1) > TOLERANCE]
+    study, tolerance, spent = plan.study, TOLERANCE[plan.study.match], plan.costs
+    if study.match == "flops":
+        # A variant that is given another budget is meant to take more or fewer.
+        spent = {name: plan.flops(name) / variant.budget for name, variant in study.variants.items()}
+    ratios = {name: each / spent[study.reference] for name, each in spent.items()}
+    off = [name for name in study.variants if abs(ratios[name] - 1) > tolerance]
     if off:
+        cure = "change their layouts, write match = 'flops'" if study.match == "tokens" else "give more tokens"
         raise ValueError(
-            f"training FLOPs more than {TOLERANCE:.0%} off those of {plan.study.reference!r}: "
-            f"{', '.join(f'{name!r} takes {plan.flops(name):.3f} times as many' for name in off)}; "
-            "change their layouts, or write matched = false into the study"
+            f"training FLOPs more than {tolerance:.0%} off those of {study.reference!r}: "
+            f"{', '.join(f'{name!r} takes {ratios[name]:.3f} times as many' for name in off)}; "
+            f"{cure}, or write matched = false into the study"
         )

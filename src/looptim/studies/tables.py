@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..data import GRADED
 from ..reporting.tables import Cell, Table
 from ..rundir import bits_per_byte
 from .grid import PROBLEMS, task_of
@@ -30,6 +31,7 @@ def _results(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison
         **_own(plan, found),
         "parameters": [f"{sum(plan.counts[outcome.variant].parameters.values()) / 1e6:.2f} M" for outcome in found],
         f"FLOPs / {study.reference}": [f"{plan.flops(outcome.variant):.3f}×" for outcome in found],
+        **_lengths(plan, found),
         "seeds": [f"{len(outcome.runs)} of {len(study.seeds)}" for outcome in found],
     }
     for each in compared:
@@ -42,6 +44,12 @@ def _own(plan: Plan, found: Sequence[Outcome]) -> dict[str, Sequence[str | Cell]
     """A column for what variants change in the base, if any does."""
     changes = [", ".join(plan.study.variants[outcome.variant].set) for outcome in found]
     return {"set": [text or "–" for text in changes]} if any(changes) else {}
+
+
+def _lengths(plan: Plan, found: Sequence[Outcome]) -> dict[str, Sequence[str | Cell]]:
+    """A column for the tokens of a run, where variants are trained on different numbers of them."""
+    tokens = [plan.tokens_of(outcome.variant) for outcome in found]
+    return {"tokens": [f"{number / 1e6:.2f} M" for number in tokens]} if len({*tokens}) > 1 else {}
 
 
 def _label(plan: Plan, variant: str) -> str:
@@ -115,7 +123,8 @@ def _notes(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison])
     named = config.data.source.startswith(("hf:", "synthetic:"))
     text = config.data.source if named else Path(config.data.source).name
     notes = [
-        f"{plan.tokens:,} training tokens a run, of {text}; losses in nats per token.{_held_out(data_of(found))}",
+        f"{plan.tokens:,} training tokens a run{_matched(plan)}, of {text}; losses in nats per token."
+        f"{held_out(data_of(found))}",
         "The least loss is in bold and the second underlined, whatever their intervals.",
     ]
     if any(variant.noncausal for variant in study.variants.values()):
@@ -132,9 +141,11 @@ def _notes(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison])
             "The training loss is the mean over the last fifth of the updates, each before its update; no text was "
             "seen twice, so that it is a loss on unseen text too."
         )
+    elif task_of(config) is None and any(outcome.runs for outcome in found):
+        notes.append("No training loss is compared: text was seen more than once, or the number of loops was drawn.")
     notes += plan.notes
     if task_of(config):
-        how = "" if task_of(config) == "deref" else " by greedy generation"
+        how = "" if task_of(config) in GRADED else " by greedy generation"
         notes.append(f"Exact match{how} on {PROBLEMS} held-out problems, the same for every run.")
     if not study.matched:
         notes.append("The variants were not required to match in FLOPs.")
@@ -147,7 +158,17 @@ def _notes(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison])
     return notes
 
 
-def _held_out(data: Mapping[str, Any]) -> str:
+def _matched(plan: Plan) -> str:
+    """What is said of a budget that is the same in FLOPs, not in tokens."""
+    if plan.study.match == "tokens":
+        return ""
+    return (
+        f" of {plan.study.reference}, and for the others as many as take the same training FLOPs, the schedule of the "
+        "rate as much shorter or longer"
+    )
+
+
+def held_out(data: Mapping[str, Any]) -> str:
     """The size and hash of the held-out text or, if a run did not record it, the hash of all the text."""
     if "valid_documents" not in data:
         return f" Held-out problems are drawn too, hash of the first {data['content'][:12]}." if data else ""

@@ -59,12 +59,17 @@ def plan_trials(path: Path, plan: Plan, *, set: Iterable[str] = ()) -> Plan:
         for changes in combinations(trials_of(study, name))
     }
     update: dict[str, Any] = {"variants": variants, "tune": None, "seeds": tune.seeds, "phi": None}
-    update |= {"title": f"{study.title}: trials", "reference": next(iter(variants)), "matched": False}
+    update |= {"title": f"{study.title}: trials", "reference": _reference(study), "matched": False}
     update |= {} if tune.tokens is None else {"tokens": tune.tokens}
     # The trials' changes come last, since they must override the command line too.
     trials = make_plan(path, study.model_copy(update=update), set=(*set, *tune.set))
     _check_documents(plan, trials)
     return trials
+
+
+def _reference(study: Study) -> str:
+    """Of the trials: the first one of the study's reference."""
+    return trial_name(study.reference, combinations(trials_of(study, study.reference))[0])
 
 
 def _check_trials(study: Study) -> None:

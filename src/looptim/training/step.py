@@ -240,23 +240,23 @@ def validate(run: TrainingState) -> dict[str, Any]:
             total += torch.stack([out.cross_entropy.double() * counted, counted.double()])
             if seen is not None:
                 values = _loop_statistics(seen)
-            hops = run.data.needed_hops(piece.tokens)
-            if hops is not None:
-                solved.append(count_right(run.model(piece.tokens), piece.targets, hops))
+            asked = run.data.difficulty_of(piece.tokens)
+            if asked is not None:
+                solved.append(count_right(run.model(piece.tokens), piece.targets, asked, run.data.levels))
     run.model.train()
     loss, counted = world.sum(total).tolist()
     if solved:
         right, asked = world.sum(torch.stack(solved).sum(0))
-        values["valid_accuracy"] = [round(share, 4) for share in (right / asked).tolist()]
+        values["valid_accuracy"] = [round(share, 4) for share in (right / asked.clamp_min(1)).tolist()]
     return {"valid_loss": loss / counted, **values}
 
 
-def count_right(logits: Tensor, targets: Tensor, hops: Tensor) -> Tensor:
-    """The numbers of right answers and of questions by hops; (2, most hops + 1)."""
-    asked = hops >= 0
+def count_right(logits: Tensor, targets: Tensor, difficulty: Tensor, levels: range) -> Tensor:
+    """By difficulty: the number of right answers, and of answers asked for; (2, levels)."""
+    asked = difficulty >= 0
     right = (logits.argmax(-1) == targets) & asked
-    most = int(hops.max()) + 1
-    return torch.stack([torch.bincount(hops[which], minlength=most) for which in (right, asked)])
+    places = difficulty - levels.start
+    return torch.stack([torch.bincount(places[which], minlength=len(levels)) for which in (right, asked)])
 
 
 def _loop_statistics(seen: Any) -> dict[str, list[float]]:

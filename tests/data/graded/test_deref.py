@@ -6,12 +6,13 @@ import torch
 
 from looptim.config import DataConfig
 from looptim.data import open_data
-from looptim.data.deref import NAMES, VALUES, DerefDataset, hops_of, shortcut_scores
+from looptim.data.graded import Deref, GradedDataset
+from looptim.data.graded.deref import NAMES, VALUES
 from looptim.model import IGNORE
 
 
 def data(fold=0, **knobs):
-    return DerefDataset(knobs, seq_len=140, fold=fold)
+    return GradedDataset(Deref(knobs, fold=fold), seq_len=140)
 
 
 def resolve(text):
@@ -25,9 +26,9 @@ def resolve(text):
 def test_targets_are_the_values_that_references_lead_to_and_all_depths_are_equally_frequent():
     task = data(chains=5, hops=7)
     for index in range(20):
-        text, answers = task.problem("train", 3, index)
+        text, answers = task.graded.problem("train", 3, index)
         assert resolve(text) == answers and len(set(text[::2])) == 35
-        assert np.bincount(hops_of(text)).tolist() == [5] * 7
+        assert np.bincount(task.graded.difficulty_of(text)[1::2]).tolist() == [5] * 7
     tokens, targets, documents = task.windows("train", 3, np.arange(4))
     for row in range(4):
         text = bytes(tokens[row, :70].tolist()).decode()
@@ -43,10 +44,11 @@ def test_form_a_has_the_same_problems_a_position_for_each_statement():
     assert (together[:, :35] == tokens[:, :70:2] * 257 + tokens[:, 1:70:2]).all()
     assert (wanted[:, :35] == targets[:, 1:70:2]).all() and (wanted[:, 35:] == IGNORE).all()
     assert (documents[:, :35] == 0).all() and (documents[:, 35:] == -1).all()
-    hops = paired.needed_hops(torch.from_numpy(together))
-    assert hops[0, :35].tolist() == hops_of(plain.problem("train", 3, 0)[0]) and (hops[:, 35:] == -1).all()
-    assert plain.needed_hops(torch.from_numpy(tokens))[:, 1:70:2].tolist() == hops[:, :35].tolist()
-    assert (plain.needed_hops(torch.from_numpy(tokens))[:, ::2] == -1).all()
+    hops = paired.difficulty_of(torch.from_numpy(together))
+    assert hops[0, :35].tolist() == plain.graded.difficulty_of(plain.graded.problem("train", 3, 0)[0])[1::2]
+    assert (hops[:, 35:] == -1).all()
+    assert plain.difficulty_of(torch.from_numpy(tokens))[:, 1:70:2].tolist() == hops[:, :35].tolist()
+    assert (plain.difficulty_of(torch.from_numpy(tokens))[:, ::2] == -1).all()
     assert plain.fingerprint["options"] == {"chains": 5, "hops": 7} != paired.fingerprint["options"]
 
 
@@ -54,7 +56,7 @@ def orders(task, split, seed):
     """The orders in which chains take turns, whatever their values, of some problems."""
     found = set()
     for index in range(300):
-        _, answers = task.problem(split, seed, index)
+        _, answers = task.graded.problem(split, seed, index)
         names = {}
         found.add("".join(names.setdefault(answer, str(len(names))) for answer in answers))
     return found
@@ -74,7 +76,7 @@ def test_folds_hold_out_other_problems():
 
 
 def test_shortcuts_score_what_the_docstring_says():
-    scores = shortcut_scores(data(chains=6, hops=10), 1000)
+    scores = data(chains=6, hops=10).graded.shortcut_scores(1000)
     by_guess, by_latest = scores["guess among the values seen"], scores["latest value"]
     assert np.allclose(by_guess[1:6], [0.24, 0.19, 0.18, 0.17, 0.17], atol=0.012)
     assert np.allclose(by_latest[1:6], [0.39, 0.23, 0.19, 0.17, 0.17], atol=0.025)
