@@ -21,9 +21,9 @@ import looptim as lo
 from looptim.loop.registry import NUMERICS
 
 GOLDEN = Path(__file__).with_name("golden.json")
-TOLERANCE = 0.02
-"""Of a loss or a gradient norm, relative, on another kind of machine: rounding flips a choice of experts now and then,
-which a few dozen updates amplify."""
+TOLERANCE = {"loss": 0.02, "grad_norm": 0.05, "valid_loss": 0.02}
+"""Relative, on another kind of machine: rounding flips a choice of experts now and then, which a few dozen updates
+amplify. Between an AMD EPYC and an Intel Xeon, a loss of `parcae` moved by 0.0015 and a gradient norm by 0.024."""
 
 FUSED_TOLERANCE = 1e-5
 """Of a loss of the fused form over nine updates, relative to the readable form's."""
@@ -164,8 +164,8 @@ def test_the_golden_curve_has_not_moved(preset, tmp_path):
     if golden["machine"] == machine():
         assert got == expected
     else:
-        for curve in ("loss", "grad_norm", "valid_loss"):
-            assert got[curve] == pytest.approx(expected[curve], rel=TOLERANCE)
+        for curve, tolerance in TOLERANCE.items():
+            assert got[curve] == pytest.approx(expected[curve], rel=tolerance)
 
 
 def test_other_numbers_are_another_version():
