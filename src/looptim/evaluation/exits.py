@@ -18,20 +18,21 @@ from ..data import Dataset, open_data
 from ..loading import load
 from ..loop import Loop, Signal
 from ..loop.depth import Depth, Exit, PerToken
-from ..loop.signals import SIGNALS, Random
+from ..loop.signals import SIGNALS, Random, find_signal
 from ..model import IGNORE, LoopedLM
-from ..model.count import count
 from ..model.layout import Layout
 from ..rundir import Evaluation, RunDir
 from ..training.exit_gate import read_every_loop, token_losses, train_gate
 from .kinds import depth_by_kind
-from .speed import decoding_speed
+from .speed import decoding_speed, flops_of
 
 LEVELS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 """Thresholds that are tried: these quantiles of a signal's values at full depth."""
 PRICES = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3)
 """Of a loop, in nats, for the oracles."""
 GATE_STEPS = 100
+OURS = "residual"
+"""The signal whose thresholds are reported in full: the local objective."""
 
 
 class Pair(NamedTuple):
@@ -114,6 +115,7 @@ def evaluate_exits(
     confidence: float = 0.95,
     windows: int = 64,
     speed: bool = True,
+    only: Sequence[str] | None = None,
     out: str | Path | None = None,
     quiet: bool = False,
 ) -> dict[str, Any]:
@@ -121,7 +123,8 @@ def evaluate_exits(
 
     For each signal thresholds are tried from the safest on, for real, until one is not shown, at `confidence`, to raise
     the loss by at most the share `risk` (of a loss below 1 nat: by `risk` nats); the last that was is chosen. One after
-    another in a fixed order, these tests need no correction for their number.
+    another in a fixed order, these tests need no correction for their number. `only` names the signals to try beside
+    the local objective; by default all.
     """
     if not 0 < risk < 1 or not 0.5 <= confidence < 1:
         raise ValueError(f"risk and confidence must be shares, confidence at least 0.5; got {risk} and {confidence}")
@@ -133,10 +136,7 @@ def evaluate_exits(
     size = min(32, windows // 4)
     choose, report = _pairs(data, windows // 2, size, first=0), _pairs(data, windows // 2, size, first=1)
     with Progress("exits", show=not quiet) as progress:
-        gate = train_gate(model, _training(data, size))
-        signals: dict[str, Signal] = {name: make() for name, make in SIGNALS.items()} | {"gate": gate}
-        if not Layout.of(config.model).coda:
-            signals = {name: signal for name, signal in signals.items() if signal.asks != "coda"}
+        signals = _signals(model, data, size, only)
         heard = listen(model, choose, signals)
         rows = {
             name: _one_signal(model, signal, heard[name], choose, report, risk, confidence)
@@ -157,18 +157,26 @@ def evaluate_exits(
                 "seed": config.train.seed,
             },
             "signals": rows,
-            **_controls(model, data, report, rows["residual"]),
+            **_controls(model, data, report, rows[OURS]),
         }
         _compare(record)
-        best = Exit("residual", rows["residual"]["chosen"]["threshold"])
+        best = Exit(OURS, rows[OURS]["chosen"]["threshold"])
         shown = run_exits(model, report, [best] * len(report))
         record["kinds"] = depth_by_kind(report, shown.depths, tokenizer, data)
-        record["flops"] = _flops(config.model, rows["residual"]["chosen"]["loops"])
+        record["flops"] = flops_of(config.model, rows[OURS]["chosen"]["loops"])
         if speed:
             record["speed"] = decoding_speed(model, best, report[0].tokens)
     files = RunDir(path).exits if out is None else Evaluation(Path(out), "exits")
     files.write(files.result, record)
     return record | {"file": str(files.result)}
+
+
+def _signals(model: LoopedLM, data: Dataset, size: int, only: Sequence[str] | None) -> dict[str, Signal]:
+    """The signals that a model has, with a gate trained for it, or some of them."""
+    names = [*SIGNALS, "gate"] if only is None else [*dict.fromkeys([OURS, *only])]
+    made = {name: train_gate(model, _training(data, size)) if name == "gate" else find_signal(name) for name in names}
+    coda = Layout.of(model.config).coda
+    return {name: signal for name, signal in made.items() if coda or signal.asks != "coda"}
 
 
 def _pairs(data: Dataset, windows: int, size: int, *, first: int) -> list[Pair]:
@@ -325,17 +333,3 @@ def mixed(points: Sequence[dict[str, float]], places: np.ndarray) -> np.ndarray:
     shares = (places[:, None] - loops[first]) / width
     between = losses[first] + shares.clip(0, 1) * (losses[second] - losses[first])
     return np.where((shares >= 0) & (shares <= 1), between, np.inf).min(1)
-
-
-def _flops(config: Any, loops: float) -> dict[str, float]:
-    """A token's at full depth and at a mean depth, without the head's, and the speed-up there could be."""
-    steps = next(segment.loops for segment in config.segments if segment.loops)
-    full, one = (count(each).flop_conventions()["without head"] for each in (config, _one_loop(config)))
-    per_loop = (full - one) / (steps - 1) if steps > 1 else 0.0
-    spent = full - (steps - loops) * per_loop
-    return {"full": full, "spent": spent, "speed-up": full / spent}
-
-
-def _one_loop(config: Any) -> Any:
-    # A transition that is shared over loops has the same parts at any number of them.
-    return config.with_loops(1)

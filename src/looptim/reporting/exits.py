@@ -132,20 +132,18 @@ def speed_table(groups: Mapping[str, Sequence[Record]]) -> Table:
     for name, group in groups.items():
         timed = [record for record in group if "speed" in record]
         for batch in timed[0]["speed"] if timed else ():
-            rows.append(
-                [
-                    name,
-                    batch,
-                    *(
-                        _mean((record["speed"][batch][key] for record in timed), form)
-                        for key, form in (("full tokens/s", "{:.0f}"), ("exits tokens/s", "{:.0f}"))
-                    ),
-                    _mean((record["speed"][batch]["speed-up"] for record in timed), "{:.2f}"),
-                    _mean((record["flops"]["speed-up"] for record in timed), "{:.2f}"),
-                ]
-            )
-    header = ["model", "batch", "full depth, tokens/s", "exits, tokens/s", "speed-up", "theoretical, held-out text"]
-    notes = ["Theoretical: FLOPs of a token at full depth over those at the mean depth of held-out text, without head."]
+            speeds = [record["speed"][batch] for record in timed]
+            keys = ("full tokens/s", "exits tokens/s", "compact tokens/s")
+            cells = [_mean((each[key] for each in speeds), "{:.0f}") for key in keys]
+            keys = ("speed-up", "compact speed-up", "loops", "theoretical")
+            cells += [_mean((each[key] for each in speeds), "{:.2f}") for key in keys]
+            rows.append([name, batch, *cells])
+    header = ["model", "batch", "full depth, tokens/s", "exits, tokens/s", "compact, tokens/s"]
+    header += ["speed-up", "compact", "mean loops", "theoretical"]
+    notes = [
+        "Theoretical: FLOPs of a token at full depth over those at the mean depth of the decoded tokens, with the "
+        "head. Compact: sequences whose token has left leave the batch too.",
+    ]
     return Table("speed", "Decoding, chosen residual", header, rows, notes, labels=2)
 
 
