@@ -180,7 +180,8 @@ def run(depth, **options):
 def test_an_exit_is_written_on_a_command_line():
     depth = parse_depth("kl:1e-3:2:8")
     assert (depth.signal.name, depth.threshold, depth.minimum, depth.maximum) == ("kl", 1e-3, 2, 8)
-    assert str(depth) == "kl < 0.001, minimum 2, maximum 8"
+    assert str(depth) == "kl < 0.001, minimum 2, maximum 8, prefill with exits"
+    assert str(Exit("kl", 0.1, prompt=9)).endswith(", the first 9 tokens at full depth")
     predicting = {"kl", "entropy", "margin"}
     assert set(SIGNALS) == {"residual", "change", "acceleration"} | predicting | {f"{name}_coda" for name in predicting}
 

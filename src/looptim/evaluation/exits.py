@@ -206,7 +206,8 @@ def _one_signal(
     values = values[values < torch.finfo(values.dtype).max]
     # A signal that compares three steps says nothing in a loop of three.
     levels = LEVELS if len(values) else ()
-    thresholds = sorted({float(torch.quantile(values[:1_000_000], level)) for level in levels}) or [0.0]
+    # What is never negative may be rounded to it.
+    thresholds = sorted({max(float(torch.quantile(values[:1_000_000], level)), 0.0) for level in levels}) or [0.0]
     full = run_exits(model, choose, [Exit(signal, 0.0)] * len(choose))
     accepted, open_ = 0.0, True
     curve = []

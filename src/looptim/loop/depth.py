@@ -268,14 +268,17 @@ class Exit(Depth):
         assert isinstance(self.signal, Signal)
         bounds = f"minimum {self.minimum}, maximum {self.maximum or 'as the layout says'}"
         beyond = ", the last transition repeats" if self.repeat_last else ""
-        return f"{self.signal.name} < {self.threshold:g}, {bounds}{beyond}"
+        prefill = f", the first {self.prompt} tokens at full depth" if self.prompt else ", prefill with exits"
+        return f"{self.signal.name} < {self.threshold:g}, {bounds}{beyond}{prefill}"
 
 
 def parse_depth(text: str) -> Depth:
     """Parse a depth from the command line: a number of loops, or SIGNAL:THRESHOLD[:MINIMUM[:MAXIMUM]].
 
-    >>> parse_depth("4").steps, str(parse_depth("residual:0.05:2"))
-    (4, 'residual < 0.05, minimum 2, maximum as the layout says')
+    >>> parse_depth("4").steps
+    4
+    >>> str(parse_depth("residual:0.05:2"))
+    'residual < 0.05, minimum 2, maximum as the layout says, prefill with exits'
     """
     name, *numbers = text.split(":")
     try:

@@ -118,7 +118,8 @@ class KL(Predicting):
         log_p = seen.logits.log_softmax(-1)
         if memory is None:
             return _none_yet(log_p.unsqueeze(-1)), log_p
-        return (log_p.exp() * (log_p - memory)).sum(-1), log_p
+        # Rounding makes a little less than nothing of it where nothing has changed.
+        return (log_p.exp() * (log_p - memory)).sum(-1).clamp_min(0), log_p
 
 
 @final
