@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from ..evaluation.exits import frontier
+from ..evaluation.exits import frontier, mixed
 from ..reporting.plots import Picture
 from ..reporting.style import LINESTYLES
 from ..reporting.tables import Cell, Table
@@ -178,7 +178,7 @@ def exit_pictures(found: Sequence[Outcome]) -> list[Picture]:
             axes.plot(*_mean_curve(curves, seeds), linestyle=style, linewidth=width, label=signal)
         statics = [record["static"] for record in seeds]
         axes.plot(*_mean_curve(statics, seeds), color="black", linewidth=1.4, label="every token equally deep")
-        oracles = [[*record["oracle"], record["static"][-1]] for record in seeds]
+        oracles = [_best([*record["oracle"], *record["static"]]) for record in seeds]
         axes.plot(*_mean_curve(oracles, seeds), ":", color="gray", label="oracle")
         axes.set_title(variant, fontsize=9)
     for axes in list(panels.flat)[len(records) :]:
@@ -186,9 +186,16 @@ def exit_pictures(found: Sequence[Outcome]) -> list[Picture]:
     figure.supxlabel("mean loops of a predicted token", fontsize=9)
     figure.supylabel("loss over that of all loops, nats", fontsize=9)
     handles, labels = panels.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=7)
+    figure.legend(handles, labels, loc="outside upper center", ncols=5, fontsize=7)
     caption = "Means over seeds; every point was run for real, with exits in prefill too."
     return [Picture("exits", caption, figure)]
+
+
+def _best(points: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """The least loss at each mean of loops, where every window may have either of two policies."""
+    places = np.linspace(1.0, max(point["loops"] for point in points), 61)
+    losses = mixed([dict(point) for point in points], places)
+    return [{"loops": float(x), "loss": float(y)} for x, y in zip(places, losses, strict=True)]
 
 
 def _mean_curve(
