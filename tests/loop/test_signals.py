@@ -156,7 +156,7 @@ def test_a_gate_lets_out_by_the_probability_of_being_inside():
         (lambda: Exit("residual", 0.1, minimum=0), "minimum must be a whole number of at least 1, got 0"),
         (lambda: Exit("residual", 0.1, mode="fast"), "unknown mode 'fast'"),
         (lambda: Exit("residual", 0.1, prompt=-1), "prompt must be a whole number of tokens, got -1"),
-        (lambda: run(Exit("kl", 0.1)), "the signal kl looks at predictions, which a loop without a model's head"),
+        (lambda: run(Exit("kl", 0.1)), "the signal kl looks at predictions, which take a model's head"),
         (lambda: run(Exit("residual", 0.1, minimum=9)), "minimum .9. must not exceed the 5 steps of operloop"),
         (lambda: run(Exit("residual", 0.1), grad_steps=1), "grad_steps keeps the gradient of the last steps"),
         (lambda: run(PerToken(torch.full((3, 7), 6))), "counts asks for 6 steps, but operloop runs 5"),
