@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -273,8 +273,8 @@ def _controls(model: LoopedLM, data: Dataset, report: Sequence[Pair], residual: 
     random = run_exits(model, report, [Exit(Random(residual["histogram"]), 1.0)] * len(report)).numbers()
     traces = [read_every_loop(model, *pair)[0] for pair in report]
     policies = [_oracle(report, traces, price, more) for more in (0, 1) for price in PRICES]
-    hops = [data.difficulty_of(tokens) for tokens, _ in report]
-    if all(each is not None for each in hops):
+    hops = [each for tokens, _ in report if (each := data.difficulty_of(tokens)) is not None]
+    if len(hops) == len(report):
         # A hop a loop; a problem's first two statements are read in the first.
         policies += [[PerToken((each.clamp(1) + more).clamp(max=loop.steps)) for each in hops] for more in (0, 1)]
     oracle = [run_exits(model, report, policy).numbers() for policy in policies]
@@ -311,7 +311,7 @@ def _compare(record: dict[str, Any]) -> None:
         row["gap closed"] = None if closed is None else float(closed)
 
 
-def frontier(points: Sequence[dict[str, float]]) -> tuple[np.ndarray, np.ndarray]:
+def frontier(points: Sequence[Mapping[str, float]]) -> tuple[np.ndarray, np.ndarray]:
     """Mean loops and losses, by mean loops.
 
     >>> frontier([{"loops": 2.0, "loss": 1.0}, {"loops": 1.0, "loss": 3.0}])

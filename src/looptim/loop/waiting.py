@@ -42,7 +42,7 @@ def spread(rows: Int[Tensor, " R"] | None, batch: int, Y: Tensor, carry: Carry) 
 def _map_carry(function: Callable[[Any, int], Any], carry: Carry) -> Carry:
     """A carry with `function` applied to its leaves, and to how many axes such a leaf has at least if it has (B, T)."""
     # Step sizes and decays broadcast against the state from the right, memories begin like it on the left.
-    least = Carry(4, 4, 1)
+    least = 4, 4, 1
     return Carry(*(pytree.tree_map(lambda t, n=n: function(t, n), part) for part, n in zip(carry, least, strict=True)))
 
 

@@ -76,8 +76,8 @@ class ExitWalk(Walk):
     def _who_stays(self, step: int, record: Record) -> Live:
         asks, loop = self.signal.asks, self.loop
         hidden = None if asks == "record" else loop.readout(record.Y)
-        predicts = asks in ("logits", "coda") and self.decode is not None and hidden is not None
-        logits = self.decode(hidden) if predicts else None
+        decode = self.decode if asks in ("logits", "coda") else None
+        logits = decode(hidden) if decode is not None and hidden is not None else None
         seen = Seen(step, self.schedule[step - 1], record, hidden, logits)
         value, self.memory = self.signal(seen, self.memory)
         if step < self.exit.minimum:

@@ -202,7 +202,7 @@ def _mean_curve(
     curves: Sequence[Sequence[Mapping[str, float]]], seeds: Sequence[Mapping[str, Any]]
 ) -> tuple[np.ndarray, np.ndarray]:
     """The mean of curves where all of them reach, over the loss of all loops."""
-    lines = [frontier(list(curve)) for curve in curves]
+    lines = [frontier(curve) for curve in curves]
     low, high = max(loops[0] for loops, _ in lines), min(loops[-1] for loops, _ in lines)
     places = np.linspace(low, high, 60)
     full = statistics.fmean(record["static"][-1]["loss"] for record in seeds)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
 T = TypeVar("T")
 
@@ -162,8 +163,8 @@ def _connect(backend: str, size: int) -> None:
             f"({str(error).splitlines()[0].rstrip('.')}); start all of them again, with --resume"
         ) from error
     # What they do together later may take longer.
-    usual = {"nccl": dist.constants.default_pg_nccl_timeout, "gloo": dist.constants.default_pg_timeout}[backend]
-    dist.distributed_c10d._set_pg_timeout(usual or dist.constants.default_pg_timeout, dist.group.WORLD)
+    usual = {"nccl": default_pg_nccl_timeout, "gloo": default_pg_timeout}[backend]
+    dist.distributed_c10d._set_pg_timeout(usual or default_pg_timeout, dist.group.WORLD)
 
 
 @functools.cache

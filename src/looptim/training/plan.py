@@ -167,9 +167,10 @@ def _table(collectives: Iterable[Collective], cluster: Cluster) -> list[dict[str
 
 def _by_module(collectives: Iterable[Collective]) -> dict[str, int]:
     """What moves for each block in forward and backward, and for all of them in the optimizer."""
-    received: Counter[str] = Counter()
+    received: dict[str, float] = {}
     for c in collectives:
-        received[STEP if c.phase == STEP else c.module.removesuffix(".feedforward.experts") or "other"] += c.received
+        name = STEP if c.phase == STEP else c.module.removesuffix(".feedforward.experts") or "other"
+        received[name] = received.get(name, 0.0) + c.received
     return {name: round(size) for name, size in received.items()}
 
 
