@@ -139,10 +139,6 @@ def _with_base(path: Path, askers: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The tables of a file on top of those of its base; `askers` are the files that led here, the last one first."""
     if path.resolve() in (asker.resolve() for asker in askers):
         raise ValueError(f"{askers[0]}: its base {str(path)!r} leads back to itself; leave one of the bases out")
-    if not path.is_file():
-        raise ValueError(
-            f"{askers[0]}: its base {str(path)!r} does not exist; give the path of a TOML file or a shipped name"
-        )
     try:
         values = _loop_in_model(tomllib.loads(path.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -158,7 +154,12 @@ def _with_base(path: Path, askers: tuple[Path, ...] = ()) -> dict[str, Any]:
 def find_base(path: Path, name: str) -> Path:
     """The base of a recipe or a study: a path relative to its file, or the name of a shipped recipe."""
     beside = path.parent / name
-    return beside if beside.is_file() else shipped("recipes").get(name, beside)
+    found = beside if beside.is_file() else shipped("recipes").get(name)
+    if found is None:
+        raise ValueError(
+            f"{path}: its base {str(beside)!r} does not exist; give the path of a TOML file or a shipped name"
+        )
+    return found
 
 
 def _loop_in_model(values: dict[str, Any]) -> dict[str, Any]:
