@@ -631,7 +631,7 @@ def test_names_with_brackets_are_shown(file, monkeypatch, capsys):
         ("matched = false", 'matched = false\nset = ["loop.options.streams=2"]', "would change nothing"),
         ("tokens = 1536", "tokens = 0", "tokens"),
         ("tokens = 1536", "token = 1536", "unknown key 'token', did you mean 'tokens'"),
-        ('base = "recipe.toml"', 'base = "nothing.toml"', "study.toml: its base .*nothing.toml. does not exist"),
+        ('base = "recipe.toml"', 'base = "nothing.toml"', r"toml: its base .*nothing.toml. does not exist"),
         ("matched = false", 'matched = false\nset = ["data.source=/nothing"]', "'/nothing' matches no file"),
         ('title = "Two loops"', 'title = "Two loops', "is not valid TOML"),
     ],
