@@ -97,13 +97,11 @@ def _find_far(config: Config, steps: int) -> str | None:
     """What a loop wrongly sees in the shape, the precision and the depth of its training."""
     model, settings = config.model, config.train
     shape = (settings.micro_batch or settings.batch_size, settings.seq_len)
-    sampled = settings.loops.scheme != "fixed"
-    how = {
-        "bf16": settings.dtype == "bf16",
-        "steps": max(steps, math.ceil(2 * settings.loops.mean)) if sampled else steps,
-    }
     # A narrow copy affords all tokens of a long sequence; the loop at its full width gets some of them.
     narrow = small_copy(model.width, lambda width: _build(model, width, steps), ELEMENTS // (8 * settings.seq_len))
+    # Loops with parameters of their own cannot be sampled, which is refused elsewhere.
+    deeper = math.ceil(2 * settings.loops.mean) if narrow.shared and settings.loops.scheme != "fixed" else 0
+    how = {"bf16": settings.dtype == "bf16", "steps": max(steps, deeper)}
     found = find_leak_at(narrow, *shape, **how) or find_leak_at(narrow, *MANY)
     if found is not None or narrow.width == model.width:
         return found
