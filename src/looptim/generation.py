@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -27,6 +28,7 @@ def generate(
     seed: int | None = None,
     loops: int | None = None,
     depth: Depth | None = None,
+    draft_loops: int | None = None,
     stream: Callable[[str], None] | None = None,
     on_depth: Callable[[int], None] | None = None,
 ) -> str:
@@ -34,7 +36,8 @@ def generate(
 
     It has at most `max_new_tokens`, which must fit the model's maximum length; the default is 200, or what fits.
     `depth` says how deep each token goes. If tokens may leave, `on_depth` gets the number of loops behind each
-    new token.
+    new token. `draft_loops` generates the same text faster: the first loops of a shared transition draft some tokens,
+    and the other loops run for all of them at once.
     """
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be a number of at least 0, got {temperature}; 0 is greedy")
@@ -53,6 +56,7 @@ def generate(
         "top_k": top_k or 0,
         "top_p": 1.0 if top_p is None else top_p,
     }
+    streamer = _Streamer(tokenizer, stream) if stream else None
     device = model.embedding.weight.device
     with _wrapped(model, loops, depth) as wrapped, _seeded(seed), _told(wrapped, on_depth):
         out = wrapped.generate(
@@ -60,9 +64,10 @@ def generate(
             attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=device),
             max_new_tokens=min(200, room) if max_new_tokens is None else max_new_tokens,
             use_cache=wrapped.model.caches,
-            streamer=_Streamer(tokenizer, stream) if stream else None,
+            streamer=streamer,
             eos_token_id=tokenizer.eos,
             pad_token_id=tokenizer.eos,
+            **_drafting(wrapped, draft_loops, depth, streamer),
             # Logits divided by a smaller temperature would overflow.
             **(sampling if temperature > 1e-6 else {"do_sample": False}),
         )
@@ -119,6 +124,21 @@ def _room(model: LoopedLM, length: int) -> int:
     if room < 1:
         raise ValueError(f"the prompt has {length} tokens, but max_length is {model.config.max_length}; shorten it")
     return room
+
+
+def _drafting(wrapped: Any, draft_loops: int | None, depth: Depth | None, streamer: Any) -> dict[str, Any]:
+    """What transformers is told where the first loops are to draft."""
+    if draft_loops is None:
+        return {}
+    if depth is not None:
+        raise ValueError(f"draft_loops ({draft_loops}) and depth ({depth}) do not go together; leave one out")
+    if not wrapped.model.caches:
+        raise ValueError("a model that decodes without a KV cache cannot be drafted by its first loops")
+    # The module below is one of those that need transformers.
+    from .hf.speculative import speculate
+
+    # To a method of one's own transformers does not hand the streamer on.
+    return {"custom_generate": partial(speculate, draft_loops=draft_loops, streamer=streamer)}
 
 
 @contextmanager

@@ -1,15 +1,17 @@
 """The suite of benchmarks: what is counted, and when a comparison with a baseline fails."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
-from support import run
+from support import REPO, run
 
 import looptim as lo
-from looptim.hf import LoopedForCausalLM
-from looptim.hf.bench import Measure, as_json, count_operations, kept_memory, peer, regressions, saved_words
+from looptim.hf import LoopedForCausalLM, peers
+from looptim.hf.bench import Measure, as_json, count_operations, kept_memory, regressions, saved_words
 
+BASELINE = REPO / "benchmarks" / "baseline.json"
 STEADY = Measure("time", 1.00, 1.01, 1.02, "lower")
 
 
@@ -46,14 +48,29 @@ def test_counts_of_a_step():
     config = lo.ModelConfig.tiny(layout="1-2x3-1")
     model = LoopedForCausalLM.from_looped(lo.LoopedLM(config, seed=0)).eval()
     # Eight unrolled layers.
-    assert count_operations(model, torch.zeros(1, 4, dtype=torch.long)) < 8 * 90
+    assert count_operations(model, torch.zeros(1, 4, dtype=torch.long)) < 8 * 62
 
 
-def test_the_peer_has_the_unrolled_size():
+def test_peers_have_the_unrolled_size():
     config = lo.ModelConfig.tiny(layout="1-2x3-1", dense_layers=1)
-    model = peer(config)
+    model = peers.glm4_moe(config)
     assert len(model.model.layers) == 8
     assert model.model.layers[1].mlp.gate.weight.shape == (config.experts, config.width)
+    dense = lo.ModelConfig.tiny(layout="1-2x3-1", dense_layers=4)
+    ours, theirs = (sum(p.numel() for p in m.parameters()) for m in (lo.LoopedLM(dense, seed=0), peers.qwen3(dense)))
+    # Eight layers of their own where four are shared.
+    assert ours < theirs < 2.1 * ours
+    for model in (lo.LoopedLM(dense, seed=0), peers.qwen3(dense)):
+        peers.training_call(model, torch.zeros(1, 4, dtype=torch.long))()
+        assert all(p.grad is not None for p in model.parameters())
+
+
+def test_the_shipped_baseline_is_one_of_this_suite():
+    known = json.loads(BASELINE.read_text())
+    names = {each["name"] for each in known["measures"]}
+    assert {"processor", "torch", "threads"} < known.keys()
+    assert "operloop over vanilla, study" in names
+    assert all(Measure(**each).low <= each["median"] <= each["high"] for each in known["measures"])
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import looptim as lo
+from looptim.training.record import Recorder
 
 
 @pytest.mark.parametrize(
@@ -211,3 +212,19 @@ def test_a_loop_may_change_its_rule_from_step_to_step():
     assert loop(torch.randn(1, 2, 8), torch.tanh).shape == (1, 2, 8)
     assert lo.check_gradient(loop) < 1e-12
     assert lo.describe(loop).rule_name == "gradient descent | heavy ball"
+
+
+@pytest.mark.parametrize("preset", ["operloop", "operloop_muon", "operloop_bounded", "huginn"])
+def test_recomputation_keeps_less_and_gives_the_same_gradients(preset):
+    loop = lo.build(preset, width=32, steps=3).double()
+    loop.set_form("readable")
+    e, results = torch.randn(2, 64, 32, dtype=torch.float64, requires_grad=True), []
+    for recompute in (False, True):
+        with Recorder() as seen:
+            h = loop(e, torch.tanh, recompute=recompute)
+            kept = seen.live["activations"]
+        results.append((kept, h, *torch.autograd.grad(h.square().sum(), [e, *loop.parameters()])))
+    (whole, *values), (less, *again) = results
+    assert less < (0.7 if preset != "huginn" else 1.01) * whole
+    for now, before in zip(again, values, strict=True):
+        torch.testing.assert_close(now, before, rtol=1e-10, atol=1e-10)

@@ -294,3 +294,18 @@ def test_a_call_compiles_without_a_graph_break(name):
         got = torch.compile(decode, fullgraph=True, backend="aot_eager")(e, counts)
         for here, there in zip(got, decode(e, counts), strict=True):
             torch.testing.assert_close(here, there)
+
+
+@pytest.mark.parametrize("preset", ["operloop", "operloop_nesterov", "huginn", "parcae"])
+def test_a_loop_goes_on_from_a_state_as_if_it_had_not_stopped(preset):
+    options = {"shared": True} if preset.startswith("operloop") else {}
+    loop = lo.build(preset, width=8, steps=5, **options).eval()
+    e, blocks = torch.randn(2, 3, 8), [lambda o, s=s: torch.tanh(s * o) for s in range(1, 6)]
+    whole, last = loop(e, blocks, return_state=True)
+    _, state = loop(e, blocks, depth=lo.depth.Fixed(2), return_state=True)
+    on, after = loop(e, blocks, start=state, return_state=True)
+    assert torch.equal(on, whole)
+    assert torch.equal(after.depth, last.depth)
+    for depth in (lo.depth.Fixed(1), lo.depth.Exit()):
+        with pytest.raises(ValueError, match="a state after 2 steps goes on to a fixed depth of at least as many"):
+            loop(e, blocks, start=state, depth=depth)

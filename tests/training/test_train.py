@@ -541,3 +541,14 @@ def test_sampled_loops_need_a_shared_transition(tmp_path):
 def test_a_run_without_a_checkpoint_cannot_be_loaded(tmp_path):
     with pytest.raises(ValueError, match="is neither a run nor an exported model"):
         lo.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("preset", "form"), [("operloop", None), ("operloop_bounded", "readable, for the projection BoundedRead")]
+)
+def test_a_transition_that_is_not_compiled_is_named(preset, form, tmp_path, monkeypatch, capsys):
+    # What is compiled is compiled when it first runs.
+    monkeypatch.setattr(training, "_loop", lambda *given, **named: None)
+    lo.train(config(model={"loop": {"preset": preset}}, compile=True), tmp_path / "run")
+    said = f"train.compile: blocks are compiled, but {preset} runs eagerly: its form is {form}"
+    assert (said in capsys.readouterr().err) == (form is not None)

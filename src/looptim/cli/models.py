@@ -26,6 +26,9 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Random seed, to get the same text again.")] = None,
     loops: Loops = None,
     depth: DepthOption = None,
+    draft_loops: Annotated[
+        int | None, typer.Option(metavar="N", help="Generate the same text faster: draft it with the first N loops.")
+    ] = None,
     show_depth: Annotated[bool, typer.Option("--show-depth", help="Print how many loops each new token ran.")] = False,
 ) -> None:
     """Continue a prompt, printing text as it is generated."""
@@ -53,6 +56,7 @@ def generate(
         seed=seed,
         loops=loops,
         depth=None if depth is None else parse_depth(depth),
+        draft_loops=draft_loops,
         stream=lambda text: print(next(pieces, "") + text, end="", flush=True),
         on_depth=took.append if show_depth else None,
     )

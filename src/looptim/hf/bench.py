@@ -13,7 +13,6 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from ..config import Config, ModelConfig
 from ..loop import build
@@ -21,6 +20,7 @@ from ..model import Layout, LoopedLM
 from ..recipe import load_config
 from ..training.bench import bench, quartiles, rounds
 from ..training.record import Recorder
+from . import peers
 from .model import LoopedForCausalLM
 
 VIEWS = {"view", "_unsafe_view", "unsqueeze", "squeeze", "transpose", "t", "expand", "slice", "select", "split"}
@@ -56,6 +56,8 @@ def suite(*, repeats: int = 9) -> list[Measure]:
         saved_words(reversible=True),
         *(kept_memory(*size) for size in ((2, 3), (2, 12), (4, 12))),
         *decoding(repeats),
+        *prefill(repeats),
+        *training_peers(repeats),
     ]
 
 
@@ -115,47 +117,66 @@ def kept_memory(blocks: int, loops: int, tokens: int = 256) -> Measure:
 
 
 def decoding(repeats: int, new_tokens: int = 48) -> list[Measure]:
-    """`small` with a KV cache, batch 1, over Glm4Moe of transformers of equal unrolled size; operations per layer."""
+    """With a KV cache, batch 1, over models of transformers of equal unrolled size; operations per layer."""
+    small = load_config("small").model
+    measures = []
+    for name, config, make in (("Glm4Moe, small", small, peers.glm4_moe), ("Qwen3, dense", dense(), peers.qwen3)):
+        prompt = torch.randint(config.vocab_size, (1, 64))
+        calls = {
+            "ours": _decode(_ours(config), prompt, new_tokens),
+            "theirs": _decode(make(config), prompt, new_tokens),
+        }
+        measures.append(_speed(f"decoding speed over {name}, batch 1", calls, repeats))
+    operations = count_operations(_ours(small), torch.randint(small.vocab_size, (1, 64))) / len(Layout.of(small).layers)
+    name = "operations per unrolled layer in decoding"
+    return [*measures, Measure(name, operations, operations, operations, "lower")]
+
+
+def prefill(repeats: int, tokens: int = 768) -> list[Measure]:
+    """Reading a prompt into a cache: `small` over Glm4Moe of transformers of equal unrolled size."""
     config = load_config("small").model
-    ours = LoopedForCausalLM.from_looped(LoopedLM(config, seed=0)).eval()
-    prompt = torch.randint(config.vocab_size, (1, 64))
-
-    def decode(model: Any) -> Callable[[], Any]:
-        options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
-        return torch.inference_mode()(lambda: model.generate(prompt, **options))
-
-    times = rounds({"ours": decode(ours), "theirs": decode(peer(config))}, repeats, "cpu")
-    low, median, high = quartiles([turn["theirs"] / turn["ours"] for turn in times])
-    operations = count_operations(ours, prompt) / len(Layout.of(config).layers)
-    return [
-        Measure("decoding speed over Glm4Moe, small, batch 1", low, median, high, "higher"),
-        Measure("operations per unrolled layer in decoding", operations, operations, operations, "lower"),
-    ]
+    prompt = torch.randint(config.vocab_size, (1, tokens))
+    models = {"ours": _ours(config), "theirs": peers.glm4_moe(config)}
+    calls = {name: peers.prefill_call(model, prompt) for name, model in models.items()}
+    return [_speed(f"prefill speed over Glm4Moe, small, {tokens} tokens", calls, repeats)]
 
 
-def peer(config: ModelConfig) -> Glm4MoeForCausalLM:
-    """Glm4Moe with the widths of `config` and a layer of its own for every unrolled one."""
-    shape = Glm4MoeConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.width,
-        intermediate_size=config.dense_hidden,
-        moe_intermediate_size=config.expert_hidden,
-        num_hidden_layers=len(Layout.of(config).layers),
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        n_routed_experts=config.experts,
-        num_experts_per_tok=config.top_k,
-        n_shared_experts=1,
-        first_k_dense_replace=config.dense_layers,
-        use_qk_norm=config.qk_norm,
-        max_position_embeddings=config.max_length,
-        tie_word_embeddings=config.tied,
-        eos_token_id=None,
-        n_group=1,
-        topk_group=1,
-    )
-    return Glm4MoeForCausalLM(shape).eval()
+def training_peers(repeats: int, rows: int = 4, length: int = 256) -> list[Measure]:
+    """Forward and backward over models of equal unrolled size; open-mythos only where it is installed."""
+    mythos = ModelConfig(**peers.MYTHOS)
+    pairs = {
+        "Qwen3, dense": (dense(), peers.qwen3(dense())),
+        "Glm4Moe, small": (load_config("small").model, peers.glm4_moe(load_config("small").model)),
+        "open-mythos": (mythos, peers.open_mythos(mythos)),
+    }
+    measures = []
+    for name, (config, theirs) in pairs.items():
+        if theirs is not None:
+            tokens = torch.randint(config.vocab_size, (rows, length))
+            models = {"ours": LoopedLM(config, seed=0), "theirs": theirs.train()}
+            calls = {whose: peers.training_call(model, tokens) for whose, model in models.items()}
+            measures.append(_speed(f"training speed over {name}", calls, repeats))
+    return measures
+
+
+def dense() -> ModelConfig:
+    """A dense model of the width of `small`."""
+    return ModelConfig(**peers.DENSE)
+
+
+def _ours(config: ModelConfig) -> LoopedForCausalLM:
+    return LoopedForCausalLM.from_looped(LoopedLM(config, seed=0)).eval()
+
+
+def _decode(model: Any, prompt: Tensor, new_tokens: int) -> Callable[[], Any]:
+    options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+    return torch.inference_mode()(lambda: model.generate(prompt, **options))
+
+
+def _speed(name: str, calls: dict[str, Callable[[], Any]], repeats: int) -> Measure:
+    """Their time over ours, round by round."""
+    times = rounds(calls, repeats, "cpu")
+    return Measure(name, *quartiles([turn["theirs"] / turn["ours"] for turn in times]), "higher")
 
 
 class _Operations(TorchDispatchMode):

@@ -17,7 +17,7 @@ from ..model import AttentionKind, Head, Layout, LoopedBody, LoopedLM, auxiliary
 from .config import LoopedConfig
 from .outputs import LoopedCausalLMOutput, LoopedModelOutput
 from .pretrained import LoopedPreTrainedModel
-from .slots import AttentionSlot, depth_of_call, make_masks, make_positions
+from .slots import AttentionSlot, Unmasked, depth_of_call, make_masks, make_positions, needs_no_mask, window_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -98,14 +98,20 @@ class LoopedModel(LoopedPreTrainedModel):
         h = self._embed(input_ids, inputs_embeds)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        masks = make_masks(self.config, self.kinds, h, attention_mask, position_ids, past_key_values)
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
+        # Attention that tells its weights is given masks in all cases.
+        bare = not output_attentions and needs_no_mask(self.config, attention_mask, position_ids, past_key_values)
+        masks: Mapping[str, Any] = (
+            {kind.name: Unmasked(window_of(kind, self.config)) for kind in self.kinds}
+            if bare
+            else make_masks(self.config, self.kinds, h, attention_mask, position_ids, past_key_values)
+        )
         if position_ids is None:
             position_ids = make_positions(h, attention_mask, past_key_values)
         self._check_length(position_ids)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        if output_attentions is None:
-            output_attentions = self.config.output_attentions
         if output_attentions:
             # Attention that cannot give its weights gives None, with the warning of transformers.
             kwargs["output_attentions"] = True

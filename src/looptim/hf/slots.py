@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..loop.depth import Depth, Exit
-from ..model import AttentionKind
+from ..model import AttentionKind, cached_attention
 from .config import LoopedConfig
 
 if TYPE_CHECKING:
@@ -40,6 +40,12 @@ def eager_attention(
     return (weights @ value).transpose(1, 2), weights
 
 
+class Unmasked(NamedTuple):
+    """What stands for a mask where the order of the tokens and a window say all about who sees whom."""
+
+    window: int | None
+
+
 class AttentionSlot(nn.Module):
     """Where one unrolled layer attends: no weights, but a place of its own in the KV cache, `layer_idx`."""
 
@@ -56,7 +62,7 @@ class AttentionSlot(nn.Module):
     @property
     def sliding_window(self) -> int | None:
         """The keys a query sees. The one window that transformers knows is read from the config, as its masks do."""
-        return self.config.sliding_window if self.kind.name == "sliding_attention" else self.kind.window
+        return window_of(self.kind, self.config)
 
     def forward(
         self,
@@ -83,6 +89,8 @@ class AttentionSlot(nn.Module):
             key, value = key[rows], value[rows]
             attention_mask = _of_rows(attention_mask, rows)
             kwargs = {name: _of_rows(given, rows) for name, given in kwargs.items()}
+        if isinstance(attention_mask, Unmasked):
+            return cached_attention(query, key, value, window=attention_mask.window)
         implementation = self.config._attn_implementation or "eager"
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
         y, seen = attention(
@@ -114,6 +122,11 @@ def _of_rows(given: Any, rows: Tensor) -> Any:
     return given[rows] if own else given
 
 
+def window_of(kind: AttentionKind, config: LoopedConfig) -> int | None:
+    """The keys a query sees."""
+    return config.sliding_window if kind.name == "sliding_attention" else kind.window
+
+
 def make_masks(
     config: LoopedConfig,
     kinds: Iterable[AttentionKind],
@@ -135,6 +148,21 @@ def make_masks(
         )
         for kind in kinds
     }
+
+
+def needs_no_mask(
+    config: LoopedConfig, attention_mask: Any, position_ids: Tensor | None, past_key_values: Cache | None
+) -> bool:
+    """Whether the order of the tokens and the windows say all about who sees whom: then no mask has to be filled."""
+    if config._attn_implementation != "sdpa" or torch.compiler.is_compiling():
+        return False
+    # A cache of a fixed size has keys behind the last token.
+    if past_key_values is not None and past_key_values.is_compileable:
+        return False
+    if attention_mask is None:
+        # Without mask and cache, positions may tell of several sequences in a row.
+        return position_ids is None or past_key_values is not None
+    return isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 and bool(attention_mask.all())
 
 
 def _mask_of(kind: AttentionKind) -> Callable[..., Any]:
@@ -168,4 +196,6 @@ def make_positions(inputs_embeds: Tensor, attention_mask: Any, past_key_values: 
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
         return (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
     past = 0 if past_key_values is None else past_key_values.get_seq_length()
+    if isinstance(past, int):
+        return torch.arange(past, past + length, device=inputs_embeds.device).unsqueeze(0)
     return (torch.arange(length, device=inputs_embeds.device) + past).unsqueeze(0)

@@ -88,7 +88,9 @@ def step(
     Y, projection, rule = ctx.Y, cast(StreamRead, transition.projection), cast(Descent, transition.rule)
     parts = [part for part in (projection.map, transition.write, rule.decay, rule.step) if isinstance(part, ByGate)]
     gates = [part.gate for part in parts]
-    W, a, b = (wide(torch.cat([getattr(gate, name) for gate in gates])).to(wide(Y).dtype) for name in "Wab")
+    dtype = wide(Y).dtype
+    W = wide(torch.cat([gate.W for gate in gates])).to(dtype)
+    a, b = wide(torch.cat([gate.a for gate in gates] + [gate.b for gate in gates])).to(dtype).chunk(2)
     with nullcontext() if tape is None else tape.instead_of(Y):
         o, v, Y = run.read(Y, W, a, b, projection.map.gate.gain)
     t = blocks(o)

@@ -28,10 +28,10 @@ Blocks = Callable[[Tensor], Tensor]
 
 
 class LoopState(NamedTuple):
-    """The final state of a loop."""
+    """The final state of a loop; another call may go on from it, given as its `start`."""
 
     Y: Tensor
-    """The state, (B, T, r, d); another call may `start` from it."""
+    """The state, (B, T, r, d)."""
     carry: Carry
     """What the last rule carries to a next step."""
     depth: Tensor
@@ -98,19 +98,21 @@ class Loop(nn.Module):
         blocks: Blocks | Sequence[Blocks],
         *,
         depth: Depth | Walk | None = None,
-        start: Float[Tensor, "B T r d"] | None = None,
+        start: Float[Tensor, "B T r d"] | LoopState | None = None,
         return_state: bool = False,
         grad_steps: int | None = None,
         observe: Callable[[Transition, Record], None] | None = None,
+        recompute: bool = False,
     ) -> Float[Tensor, "B T d"] | tuple[Float[Tensor, "B T d"], LoopState]:
         """Loop over `e`, the prelude output. `blocks` is the shared stack, or a sequence of callables, one per step.
 
         `depth` says how many steps run and which tokens take them; by default all tokens take the loop's own number of
         steps. A model, whose blocks must know which tokens take the step, passes a walk that it has begun.
 
-        `start` is a state to begin with instead of the start part's. `return_state` also returns the last `LoopState`.
-        `grad_steps` truncates backpropagation to that many last steps (Huginn, Parcae). `observe` is called with every
-        step's transition and record; `trace` is built on it.
+        `start` is a state to begin with instead of the start part's; from a `LoopState` the loop goes on after the
+        steps it has taken. `return_state` also returns the last `LoopState`. `grad_steps` truncates backpropagation to
+        that many last steps (Huginn, Parcae). `observe` is called with every step's transition and record; `trace` is
+        built on it. `recompute` keeps little of a transition for the backward.
         """
         self._check(e, grad_steps)
         walk = depth if isinstance(depth, Walk) else self.begin(e, depth)
@@ -120,16 +122,13 @@ class Loop(nn.Module):
             )
         schedule, total = walk.schedule, walk.total
         stacks = _one_per_step(blocks, total)
-        Y = self.start(e) if start is None else start
-        if Y.dim() != 4 or Y.shape[:2] != e.shape[:2]:
-            raise ValueError(
-                f"the start is of shape {tuple(Y.shape)}; for an input {tuple(e.shape)} it must be a state (B, T, r, d)"
-            )
+        Y, carry, lived = self._start(e, start, walk)
         tape = Tape() if self.reversible else None
-        carry, record, lived, reads = schedule[0].rule.init(Y), None, [], []
+        record, reads = None, []
         # Who observes sees all sequences.
         walk.gathers = walk.gathers and observe is None
-        for step, transition in enumerate(schedule):
+        for step in range(len(lived), total):
+            transition = schedule[step]
             live = walk.enter(step, record)
             if live is False:
                 break
@@ -137,7 +136,8 @@ class Loop(nn.Module):
             seen = take(rows, Y, e, carry)
             with torch.no_grad() if grad_steps is not None and step < total - grad_steps else nullcontext():
                 if observe is None and not walk.needs_record:
-                    Y, carry = transition(Y, e, stacks[step], carry, tape if torch.is_grad_enabled() else None)
+                    tape_here = tape if torch.is_grad_enabled() else None
+                    Y, carry = transition(Y, e, stacks[step], carry, tape_here, recompute)
                 else:
                     run = transition.run if observe is None else transition.step
                     record = run(seen[0], seen[1], stacks[step], seen[2])
@@ -155,6 +155,22 @@ class Loop(nn.Module):
         h = self.readout(Y)
         check_same_shape(h, e, "the read-out", "the loop's input")
         return (h, LoopState(Y, carry, _count(lived, e), tuple(lived), tuple(reads))) if return_state else h
+
+    def _start(
+        self, e: Tensor, start: Tensor | LoopState | None, walk: Walk
+    ) -> tuple[Tensor, Carry, list[Tensor | bool]]:
+        """The state and the carry to begin with, and who took the steps before."""
+        went_on = isinstance(start, LoopState)
+        if went_on and (not isinstance(walk.policy, Fixed) or walk.total < len(start.live)):
+            raise ValueError(
+                f"a state after {len(start.live)} steps goes on to a fixed depth of at least as many, not {walk.policy}"
+            )
+        Y = start.Y if went_on else self.start(e) if start is None else start
+        if Y.dim() != 4 or Y.shape[:2] != e.shape[:2]:
+            raise ValueError(
+                f"the start is of shape {tuple(Y.shape)}; for an input {tuple(e.shape)} it must be a state (B, T, r, d)"
+            )
+        return (Y, start.carry, list(start.live)) if went_on else (Y, walk.schedule[0].rule.init(Y), [])
 
     def begin(self, e: Float[Tensor, "B T d"], depth: Depth | None = None, *, decode: Decode | None = None) -> Walk:
         """Start one call under `depth`, by default of all steps; `decode` turns what the loop returns into logits."""
@@ -248,7 +264,10 @@ def _one_per_step(blocks: Blocks | Sequence[Blocks], total: int) -> list[Blocks]
 
 def _count(lived: list[Tensor | bool], e: Tensor) -> Int[Tensor, "B T"]:
     """How many steps every token took."""
-    count = torch.zeros(e.shape[:2], dtype=torch.long, device=e.device)
+    whole = sum(live for live in lived if isinstance(live, bool))
+    count = torch.full(e.shape[:2], whole, dtype=torch.long, device=e.device)
     for live in lived:
-        count = count + (live if isinstance(live, bool) or live.dim() == 2 else live.unsqueeze(-1))
+        if isinstance(live, bool):
+            continue
+        count = count + (live if live.dim() == 2 else live.unsqueeze(-1))
     return count

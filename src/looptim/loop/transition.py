@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..base.numerics import rms_norm
 from . import fused
@@ -15,7 +16,7 @@ from .base import Context, Part, Record, check_same_shape, require, rms_features
 from .maps import Map
 from .objectives import Objective
 from .projections import MapPart, Projection
-from .rules import Carry, Rule
+from .rules import Carry, Descent, Rule
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -123,20 +124,28 @@ class Transition(nn.Module):
         carry: Carry,
     ) -> Record:
         """One step, with everything it computes."""
+        ctx, H, b, o = self._read(Y, e)
+        return self._move(ctx, H, b, o, blocks(o), carry)
+
+    def _read(self, Y: Tensor, e: Tensor) -> tuple[Context, Map, Tensor | None, Tensor]:
+        """What comes before the blocks: the context, the map, the bias and the block input."""
         Z = None if self.features is None else self.features(Y)
         ctx = Context(Y, Z, e)
         H, b = check_projection(self.projection, self.projection(ctx), e)
         o = H.read(Y) if b is None else H.read(Y) + b
         check_same_shape(o, e, f"`H Y + b` of the projection {type(self.projection).__name__}", "the loop's input")
-        t = blocks(o)
+        return ctx, H, b, o
+
+    def _move(self, ctx: Context, H: Map, b: Tensor | None, o: Tensor, t: Tensor, carry: Carry) -> Record:
+        """What comes after them."""
         check_same_shape(t, o, "blocks", "the block input")
         t = t if self.target is None else self.target(t)
         g = self.objective.grad(o, t)
         check_same_shape(g, o, f"`grad` of {type(self.objective).__name__}", "the block input")
         x = H if self.write is None else self.write(ctx)
         G = x.write(g)
-        check_same_shape(G, Y, f"the write map {type(x).__name__}", "the state")
-        Y_next, carry = self.rule(Y, G, ctx, carry)
+        check_same_shape(G, ctx.Y, f"the write map {type(x).__name__}", "the state")
+        Y_next, carry = self.rule(ctx.Y, G, ctx, carry)
         return Record(ctx, H, x, b, o, t, g, Y_next, carry)
 
     def run(
@@ -152,6 +161,12 @@ class Transition(nn.Module):
             return fused.step(self, self.kernels, Context(Y, None, e), blocks, carry, tape)
         return self.step(Y, e, blocks, carry)
 
+    @property
+    def _keeps_little(self) -> bool:
+        rule = self.rule
+        plain = isinstance(rule, Descent) and not rule.directions and rule.retract is None
+        return plain and self.kernels is not None and fused.unknown_part(self) is None
+
     def forward(
         self,
         Y: Float[Tensor, "B T r d"],
@@ -159,8 +174,21 @@ class Transition(nn.Module):
         blocks: Callable[[Tensor], Tensor],
         carry: Carry,
         tape: Tape | None = None,
+        recompute: bool = False,
     ) -> tuple[Float[Tensor, "B T r d"], Carry]:
-        """The next state and the next carry of `run`."""
+        """The next state and the next carry of `run`.
+
+        With `recompute` the state, the block input and the target are all that is kept for the backward, which
+        computes the rest again; the fused form of a plain rule keeps as little by itself.
+        """
+        if recompute and torch.is_grad_enabled() and not self._keeps_little:
+            o = cast(Tensor, checkpoint(lambda Y, e: self._read(Y, e)[-1], Y, e, use_reentrant=False))
+
+            def move(Y: Tensor, e: Tensor, t: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+                record = self._move(*self._read(Y, e), t, carry)
+                return record.Y, record.carry
+
+            return cast(Any, checkpoint(move, Y, e, blocks(o), carry, use_reentrant=False))
         record = self.run(Y, e, blocks, carry, tape)
         return record.Y, record.carry
 

@@ -1,6 +1,6 @@
 """The looped language model and the parts of its backbone, each usable alone."""
 
-from .attention import Attend, Attention, causal_attention, document_lengths, document_starts
+from .attention import Attend, Attention, cached_attention, causal_attention, document_lengths, document_starts
 from .block import Block
 from .head import IGNORE, Head
 from .layout import ATTENTION, AttentionKind, LayerSpec, Layout
@@ -32,6 +32,7 @@ __all__ = [
     "apply_rope",
     "auxiliary_loss",
     "balance_update",
+    "cached_attention",
     "causal_attention",
     "document_lengths",
     "document_starts",

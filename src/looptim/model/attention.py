@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..base.numerics import few_without_grad, wide
+from ..base.numerics import few_without_grad, unit_rms_of_few, wide
 from .norm import RMSNorm
 from .rope import apply_rope
 
@@ -69,6 +69,33 @@ def causal_attention(
         return attention_by_document(q, k, v, window=window, starts=starts)
     assert window is not None
     return blocked_window_attention(q, k, v, window)
+
+
+def cached_attention(
+    q: Float[Tensor, "batch heads new dim"],
+    k: Float[Tensor, "batch kv_heads length dim"],
+    v: Float[Tensor, "batch kv_heads length dim"],
+    *,
+    window: int | None = None,
+) -> Float[Tensor, "batch heads new dim"]:
+    """The same for queries of the last tokens only, with the keys of those before; a window leaves the others out.
+
+    >>> x = torch.randn(1, 2, 5, 4)
+    >>> y = cached_attention(x[:, :, 3:], x, x, window=2)
+    >>> torch.allclose(y, causal_attention(x, x, x, window=2)[:, :, 3:], atol=1e-6)
+    True
+    """
+    new = q.shape[2]
+    if new == k.shape[2]:
+        return causal_attention(q, k, v, window=window)
+    if window is not None and window + new - 1 < k.shape[2]:
+        k, v = k[:, :, 1 - window - new :], v[:, :, 1 - window - new :]
+    seen = None
+    if new > 1:
+        key = torch.arange(k.shape[2], device=q.device)
+        query = key[-new:].unsqueeze(1)
+        seen = key <= query if window is None else (key <= query) & (key > query - window)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
 
 
 def document_starts(documents: Int[Tensor, "batch length"]) -> Int[Tensor, "batch length"]:
@@ -234,5 +261,5 @@ class Attention(nn.Module):
         if self.q_norm is None or self.k_norm is None:
             return both
         gains = [self.q_norm.gain.expand(heads, -1), self.k_norm.gain.expand(both.shape[-2] - heads, -1)]
-        normed = F.rms_norm(wide(both), both.shape[-1:], eps=self.q_norm.eps)
+        normed = unit_rms_of_few(wide(both), self.q_norm.eps)
         return torch.addcmul(normed, normed, torch.cat(gains).to(normed.dtype)).to(both.dtype)

@@ -122,9 +122,9 @@ class LoopedBody(nn.Module):
         """Raise a ValueError for a token that is not in the vocabulary."""
         # On a GPU the check would wait for the device; torch's own assertion has to do there.
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and tokens.numel():
-            low, high = tokens.aminmax()
+            low, high = map(int, tokens.aminmax())
             if low < 0 or high >= self.config.vocab_size:
-                bad = int(low) if low < 0 else int(high)
+                bad = low if low < 0 else high
                 raise ValueError(f"token {bad} is out of range: the vocabulary has {self.config.vocab_size}")
 
     def check_documents(self) -> None:
@@ -177,22 +177,24 @@ class LoopedBody(nn.Module):
             walk, held, loop = None, None, next(loops) if segment.looped else None
             read = self.reader()
             if loop is not None:
-                run = partial(self._run, told=None, observe=None)
+                run = partial(self.run, told=None, observe=None)
                 read = Reading(run, read, later, len(rows) - 1) if later and read is not None else read
                 walk = loop.begin(h, depth or Fixed(len(rows)), decode=read)
                 held = HeldKeys(walk) if walk.policy.leaves else None
                 if isinstance(read, Reading):
                     read.held = HeldKeys(walk)
             steps = [
-                partial(self._run, visits=row, told=into if stats else None, observe=observe, held=held)
+                partial(self.run, visits=row, told=into if stats else None, observe=observe, held=held)
                 for row, into in zip(rows, seen, strict=True)
             ]
             if loop is None:
                 h = steps[0](h)
                 # The coda's experts are balanced for the read-out that the model is used with, the last one.
-                early = [self._run(each, visits=rows[0], told=None, observe=None, held=None) for each in early]
+                early = [self.run(each, visits=rows[0], told=None, observe=None, held=None) for each in early]
             else:
-                h, state = loop(h, steps, depth=walk, grad_steps=grad_loops, return_state=True)
+                h, state = loop(
+                    h, steps, depth=walk, grad_steps=grad_loops, return_state=True, recompute=self.checkpointing
+                )
                 if held is not None and attend is not None:
                     held.skip(visit for row in rows[len(state.live) :] for visit in row)
                     if isinstance(read, Reading):
@@ -219,7 +221,7 @@ class LoopedBody(nn.Module):
         own = counts == {segment.loops for segment in self.config.segments if segment.loops is not None}
         return self.config if own else self.config.with_loops(max(counts))
 
-    def _run(
+    def run(
         self,
         h: Tensor,
         *,

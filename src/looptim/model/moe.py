@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..base.numerics import autocast_dtype, full_precision
+from ..base.numerics import autocast_dtype, few_without_grad, full_precision
 from .exchange import Exchange, Stay
 from .grouped import grouped_linear, sum_rows, take_rows
 
@@ -96,6 +96,9 @@ class Router(nn.Module):
             scores = F.linear(x.to(dtype), weight.to(dtype)).sigmoid()
         indices = (scores.detach() + bias).topk(self.top_k, dim=-1, sorted=False).indices
         chosen = scores.gather(-1, indices)
+        if few_without_grad(x):
+            shares = [[self.scaling * s / max(sum(row), 1e-20) for s in row] for row in chosen.tolist()]
+            return Routing(indices, torch.tensor(shares, dtype=dtype), scores)
         # The floor only matters if every chosen sigmoid underflows, where it avoids 0 / 0.
         weights = self.scaling * chosen / chosen.sum(-1, keepdim=True).clamp_min(1e-20)
         return Routing(indices, weights, scores)
@@ -195,9 +198,14 @@ def experts_one_by_one(x: Tensor, routing: Routing, gate: Tensor, up: Tensor, do
     chosen = routing.indices.tolist()
     pairs = [(row, expert) for row, experts in zip(x.unbind(), chosen, strict=True) for expert in experts]
     gates, ups = (torch.stack([weight[expert].mv(row) for row, expert in pairs]) for weight in (gate, up))
-    hidden = (F.silu(gates) * ups * routing.weights.reshape(-1, 1).to(x.dtype)).unbind()
-    outputs = [down[expert].mv(h) for (_, expert), h in zip(pairs, hidden, strict=True)]
-    return torch.stack(outputs).unflatten(0, routing.indices.shape).sum(1)
+    hidden, weights = iter((F.silu(gates) * ups).unbind()), routing.weights.tolist()
+    rows = []
+    for row, experts, shares in zip(x.unbind(), chosen, weights, strict=True):
+        y = row
+        for place, (expert, share) in enumerate(zip(experts, shares, strict=True)):
+            y = torch.addmv(y, down[expert], next(hidden), beta=min(place, 1), alpha=share)
+        rows.append(y)
+    return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
 
 
 def experts_by_index(x: Tensor, routing: Routing, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:

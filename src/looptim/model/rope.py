@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,9 +29,18 @@ def rope_table(
     """
     if rotary_width <= 0 or rotary_width % 2:
         raise ValueError(f"rotary_width must be even and positive, got {rotary_width}: rotations act on pairs.")
-    exponents = torch.arange(0, rotary_width, 2, device=positions.device, dtype=dtype) / rotary_width
-    angles = positions.unsqueeze(-1).to(dtype) * theta**-exponents
+    # A compiler traces through what is kept.
+    find = frequencies.__wrapped__ if torch.compiler.is_compiling() else frequencies
+    angles = positions.unsqueeze(-1).to(dtype) * find(rotary_width, theta, dtype, positions.device)
     return angles.cos(), angles.sin()
+
+
+@functools.lru_cache(maxsize=64)
+def frequencies(rotary_width: int, theta: float, dtype: torch.dtype, device: torch.device) -> Float[Tensor, " half"]:
+    """The angle by which each pair turns from one position to the next."""
+    # What is first made under inference_mode could not be saved for a later backward.
+    with torch.inference_mode(False):
+        return theta ** -(torch.arange(0, rotary_width, 2, device=device, dtype=dtype) / rotary_width)
 
 
 def apply_rope(

@@ -179,6 +179,17 @@ def _introduce(run: TrainingState) -> None:
     for group in describe_groups(run.optimizer.param_groups):
         size = f"{group['parameters']:,} parameters in {group['tensors']} tensors"
         print(f"  {group['name']}: {group['kind']}, {size}, weight decay {group['weight_decay']:g}", file=sys.stderr)
+    if run.config.train.compile:
+        for loop in uncompiled(run.model):
+            print(
+                f"  train.compile: blocks are compiled, but {loop.name} runs eagerly: its form is {loop.form}",
+                file=sys.stderr,
+            )
+
+
+def uncompiled(model: LoopedLM) -> list[Loop]:
+    """The loops of a compiled model whose transitions have no form that can be compiled."""
+    return [loop for loop in model.loops if isinstance(loop, Loop) and loop.form != "compiled"]
 
 
 class Done(NamedTuple):
