@@ -214,7 +214,7 @@ def test_a_loop_may_change_its_rule_from_step_to_step():
     assert lo.describe(loop).rule_name == "gradient descent | heavy ball"
 
 
-@pytest.mark.parametrize("preset", ["operloop", "operloop_muon", "operloop_bounded", "huginn"])
+@pytest.mark.parametrize("preset", ["operloop", "operloop_muon"])
 def test_recomputation_keeps_less_and_gives_the_same_gradients(preset):
     loop = lo.build(preset, width=32, steps=3).double()
     loop.set_form("readable")
@@ -225,6 +225,6 @@ def test_recomputation_keeps_less_and_gives_the_same_gradients(preset):
             kept = seen.live["activations"]
         results.append((kept, h, *torch.autograd.grad(h.square().sum(), [e, *loop.parameters()])))
     (whole, *values), (less, *again) = results
-    assert less < (0.7 if preset != "huginn" else 1.01) * whole
+    assert less < 0.7 * whole
     for now, before in zip(again, values, strict=True):
         torch.testing.assert_close(now, before, rtol=1e-10, atol=1e-10)

@@ -165,7 +165,7 @@ class Transition(nn.Module):
     def _keeps_little(self) -> bool:
         rule = self.rule
         plain = isinstance(rule, Descent) and not rule.directions and rule.retract is None
-        return plain and self.kernels is not None and fused.unknown_part(self) is None
+        return plain and self.kernels is not None
 
     def forward(
         self,
@@ -179,9 +179,10 @@ class Transition(nn.Module):
         """The next state and the next carry of `run`.
 
         With `recompute` the state, the block input and the target are all that is kept for the backward, which
-        computes the rest again; the fused form of a plain rule keeps as little by itself.
+        computes the rest again. The fused form of a plain rule keeps as little by itself, and parts that are not known
+        are left alone: some differentiate by torch.func, which takes no part in recomputation.
         """
-        if recompute and torch.is_grad_enabled() and not self._keeps_little:
+        if recompute and torch.is_grad_enabled() and fused.unknown_part(self) is None and not self._keeps_little:
             o = cast(Tensor, checkpoint(lambda Y, e: self._read(Y, e)[-1], Y, e, use_reentrant=False))
 
             def move(Y: Tensor, e: Tensor, t: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
