@@ -100,13 +100,7 @@ class LoopedModel(LoopedPreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
         if output_attentions is None:
             output_attentions = self.config.output_attentions
-        # Attention that tells its weights is given masks in all cases.
-        bare = not output_attentions and needs_no_mask(self.config, attention_mask, position_ids, past_key_values)
-        masks: Mapping[str, Any] = (
-            {kind.name: Unmasked(window_of(kind, self.config)) for kind in self.kinds}
-            if bare
-            else make_masks(self.config, self.kinds, h, attention_mask, position_ids, past_key_values)
-        )
+        masks = self._masks(h, attention_mask, position_ids, past_key_values, bare=not output_attentions)
         if position_ids is None:
             position_ids = make_positions(h, attention_mask, past_key_values)
         self._check_length(position_ids)
@@ -145,6 +139,14 @@ class LoopedModel(LoopedPreTrainedModel):
             aux_loss=auxiliary_loss(stats),
             depth=depths if depth is not None and depth.leaves else None,
         )
+
+    def _masks(
+        self, h: Tensor, attention_mask: Any, position_ids: Tensor | None, cache: Cache | None, *, bare: bool
+    ) -> Mapping[str, Any]:
+        """The mask of each kind of layer; `bare` allows none, which attention that tells its weights does not take."""
+        if bare and needs_no_mask(self.config, attention_mask, position_ids, cache):
+            return {kind.name: Unmasked(window_of(kind, self.config)) for kind in self.kinds}
+        return make_masks(self.config, self.kinds, h, attention_mask, position_ids, cache)
 
     @property
     def kinds(self) -> set[AttentionKind]:

@@ -192,9 +192,8 @@ class LoopedBody(nn.Module):
                 # The coda's experts are balanced for the read-out that the model is used with, the last one.
                 early = [self.run(each, visits=rows[0], told=None, observe=None, held=None) for each in early]
             else:
-                h, state = loop(
-                    h, steps, depth=walk, grad_steps=grad_loops, return_state=True, recompute=self.checkpointing
-                )
+                backward = {"grad_steps": grad_loops, "recompute": self.checkpointing}
+                h, state = loop(h, steps, depth=walk, return_state=True, **backward)
                 if held is not None and attend is not None:
                     held.skip(visit for row in rows[len(state.live) :] for visit in row)
                     if isinstance(read, Reading):
