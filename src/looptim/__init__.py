@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from .reporting.report import report  # noqa: F401
     from .reporting.tour import demo  # noqa: F401
     from .studies.run import study  # noqa: F401
+    from .trainer import train  # noqa: F401
     from .training.bench import bench  # noqa: F401
     from .training.plan import plan  # noqa: F401
-    from .training.train import train  # noqa: F401
 
 __version__ = "0.1.0"
 
@@ -53,7 +53,7 @@ _HOMES = {
     "choose_layers": "hf.choose",
     "report": "reporting.report",
     "study": "studies.run",
-    "train": "training.train",
+    "train": "trainer",
     "zoo": "loop.table",
 }
 """The module that defines each public name outside the framework. No verb shares its name with a module."""

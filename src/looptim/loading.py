@@ -39,6 +39,11 @@ def load(path: str | Path) -> tuple[LoopedLM, Tokenizer]:
 
 def _load_run(run: RunDir) -> tuple[LoopedLM, Tokenizer]:
     config = run.config()
+    if config.pretrained.folder is not None:
+        raise ValueError(
+            f"{run.path} has trained a decoder of transformers; `looptim export` it, and give the folder to "
+            "transformers, or to looptim chat, serve or look"
+        )
     model = LoopedLM(config.model, seed=config.train.seed)
     _report_change(config.model, recorded_code(run), run.path)
     checkpoint.load_latest(run, model, None, World(0, 1, torch.device("cpu")))

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from .base.choices import nearest
 from .base.code import allow
-from .config import Config
+from .config import Config, shape_of
 
 
 def shipped(kind: str) -> dict[str, Path]:
@@ -64,9 +64,20 @@ def read_config(path: str | Path, set: Iterable[str] = ()) -> Config:
     path = find_file("recipes", path)
     values = _on_top(_with_base(path), _overrides(set))
     try:
-        return Config(**values)
+        return Config(**_of_decoder(values))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _of_decoder(values: dict[str, Any]) -> dict[str, Any]:
+    """The tables of a recipe that trains a decoder of transformers, with what its folder tells."""
+    folder = _table(values, ("pretrained",)).get("folder")
+    if not isinstance(folder, str):
+        return values
+    # The recipe of a run has it all, and the folder may be gone.
+    if "width" in _table(values, ("model",)) and not Path(folder).expanduser().is_dir():
+        return values
+    return _on_top({"model": shape_of(folder), "data": {"tokenizer": folder}}, values)
 
 
 def change(config: Config, set: Iterable[str]) -> Config:

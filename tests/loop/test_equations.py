@@ -157,6 +157,13 @@ def operloop(loop, e, blocks, form="delta", objective="delta", step_size="causal
     return Y.mean(-2)
 
 
+def damped(loop, e, blocks):
+    y = e
+    for _ in range(loop.steps):
+        y = y + (blocks(y) - y) / loop.steps
+    return 0.5 * y + 0.5 * blocks(e)
+
+
 CASES = {
     "none": ("none", {}, vanilla, {}),
     "vanilla": ("vanilla", {}, vanilla, {}),
@@ -172,6 +179,7 @@ CASES = {
     "recurrentgpt": ("recurrentgpt", {}, recurrentgpt, {}),
     "recurrentgpt aligned": ("recurrentgpt_aligned", {}, recurrentgpt, {"aligned": True}),
     "recirculation": ("recirculation", {}, recirculation, {}),
+    "damped": ("damped", {}, damped, {}),
     "hyperloop": ("hyperloop", {}, hyperloop, {}),
     "hyperloop aligned": ("hyperloop_aligned", {}, hyperloop, {"aligned": True}),
     "operloop, delta form": ("operloop", {}, operloop, {"form": "delta"}),

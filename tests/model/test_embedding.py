@@ -9,8 +9,8 @@ from looptim.config import ModelConfig
 from looptim.data import Tokenizer
 from looptim.model.embedding import PairEmbedding
 from looptim.model.lm import LoopedLM
+from looptim.training.maker import check_model
 from looptim.training.optim.groups import parameter_groups
-from looptim.training.train import check_model
 
 
 def test_a_pair_is_the_sum_of_its_two_embeddings():

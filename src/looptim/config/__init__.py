@@ -8,6 +8,7 @@ from pydantic import model_validator
 
 from .data import DataConfig
 from .model import ATTENTION_LETTERS, LoopConfig, ModelConfig, Segment, parse_layout
+from .pretrained import PretrainedConfig, shape, shape_of
 from .strict import Strict
 from .training import LoopSampling, OptimConfig, ParallelConfig, TrainConfig
 
@@ -20,10 +21,13 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",
+    "PretrainedConfig",
     "Segment",
     "Strict",
     "TrainConfig",
     "parse_layout",
+    "shape",
+    "shape_of",
 ]
 
 
@@ -33,6 +37,7 @@ class Config(Strict):
     recipe_keys: ClassVar[tuple[str, ...]] = ("loop", "base")
 
     model: ModelConfig
+    pretrained: PretrainedConfig = PretrainedConfig()
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
@@ -64,7 +69,7 @@ class Config(Strict):
         looped = [segment.loops for segment in self.model.segments if segment.loops is not None]
         if loops.readouts and len(looped) > 1:
             raise ValueError(f"train.loops.readouts needs one loop, and model.layout ({self.model.layout}) has more")
-        sampled = loops.scheme != "fixed" or loops.grad_loops is not None or loops.readouts > 0
+        sampled = loops.scheme != "fixed" or loops.grad_loops is not None or loops.readouts > 0 or loops.warmup > 0
         if sampled and all(segment.loops is None for segment in self.model.segments):
             raise ValueError(f"train.loops needs a loop, and model.layout ({self.model.layout}) has none")
         return self

@@ -27,6 +27,7 @@ class LoopSampling(Strict):
 
     scheme: Literal["fixed", "huginn", "parcae"] = Field("fixed", description="How the number of loops is chosen.")
     mean: float = Field(8.0, gt=0, description="Mean number of loops of a random scheme; huginn adds one.")
+    warmup: int = Field(0, ge=0, description="Updates over which the number of loops, or its mean, grows from one.")
     grad_loops: int | None = Field(None, ge=1, description="Backpropagate through this many last loops only.")
     readouts: int = Field(
         0, ge=0, description="Also train on read-outs after this many earlier loops, redrawn every update."

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from .config import LoopedConfig
 from .decoder import LoopedDecoder, LoopedDecoderConfig
 from .model import LoopedForCausalLM, LoopedModel
+from .recirculate import recirculate
 from .slots import AttentionSlot
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "LoopedDecoderConfig",
     "LoopedForCausalLM",
     "LoopedModel",
+    "recirculate",
 ]
 
 AutoConfig.register(LoopedDecoderConfig.model_type, LoopedDecoderConfig)

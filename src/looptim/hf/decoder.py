@@ -6,16 +6,17 @@ import functools
 from typing import Any, cast
 
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+from transformers.utils import ModelOutput
 
 from ..config import LoopConfig, Segment, parse_layout
 from ..loop import Depth, Loop, mixes_tokens
-from ..loop.depth import Fixed, PerSequence
+from ..loop.depth import Fixed, PerSequence, PerToken
 from ..loop.registry import build_named, options_of
 from .unrolled import UnrolledLayers
 
@@ -131,20 +132,32 @@ class LoopedDecoder:
         """Run a shared transition `loops` times from now on; None is what the layout says."""
         self.set_depth(None if loops is None else Fixed(loops))
 
-    def set_depth(self, depth: Depth | None) -> None:
+    def set_depth(self, depth: Depth | None, *, grad_steps: int | None = None) -> None:
         """Run every loop as deep as `depth` says from now on; None is what the layout says.
 
         A saved config has the largest number of loops. A cache that was filled at another depth cannot be used again.
+        Where tokens may leave, an output has `depth`: how many steps each token took, a tensor per loop. `grad_steps`
+        truncates backpropagation to the last so many steps of a loop.
         """
-        loops = None
+        loops, unrolled = None, self.unrolled
         if depth is not None:
-            if depth.leaves:
-                raise ValueError(f"tokens cannot leave the loop of a foreign decoder one by one; {depth} is refused")
-            batch = len(depth.counts) if isinstance(depth, PerSequence) else 1
-            loops = max(depth.count_steps(cast(Loop, loop), batch) for loop in self.loops)
+            if getattr(depth, "mode", None) == "compact":
+                raise ValueError(
+                    "mode='compact' gathers sequences, which a foreign decoder does not; choose mode='end'"
+                )
+            batch = len(depth.counts) if isinstance(depth, PerSequence | PerToken) else 1
+            counts = {depth.count_steps(cast(Loop, loop), batch) for loop in self.loops}
+            # An exit leaves each loop its own number, where they have several.
+            loops = counts.pop() if len(counts) == 1 else None
         config = cast(LoopedDecoderConfig, cast(PreTrainedModel, self).config)
         config.loops = loops
-        self.unrolled.unroll(config.segments, depth)
+        unrolled.decode = functools.partial(_decode, self) if depth is not None and depth.leaves else None
+        unrolled.unroll(config.segments, depth, grad_steps=grad_steps)
+        hooks = cast(nn.Module, self)._forward_hooks
+        for key in [key for key, hook in hooks.items() if hook is _tell_depth]:
+            del hooks[key]
+        if depth is not None and depth.leaves:
+            cast(nn.Module, self).register_forward_hook(_tell_depth)
 
     @staticmethod
     def _load_pretrained_model(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -156,6 +169,16 @@ class LoopedDecoder:
                 "the base with AutoModelForCausalLM and loop it with looptim.loop_model"
             )
         return loaded
+
+
+def _decode(model: Any, h: Tensor) -> Tensor:
+    """Logits of what a loop returns, through norm and head; the coda is left out."""
+    return model.get_output_embeddings()(model.base_model.norm(h)).float()
+
+
+def _tell_depth(model: Any, given: Any, out: Any) -> None:
+    if isinstance(out, ModelOutput):
+        cast(Any, out).depth = tuple(model.unrolled.depths)
 
 
 def install(model: PreTrainedModel, config: LoopedDecoderConfig) -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from transformers import AutoTokenizer
+
 from ..base.files import whole_folder, write_whole
+from ..config import Config
 from ..data import task_options
 from ..loading import load, no_progress_bar, wrap
 from ..rundir import RunDir
 from ..training.gate import recorded_code
 from .card import write_card
+from .trainee import load_trained
 
 
 def export(run: str | Path, out: str | Path | None = None) -> Path:
@@ -24,9 +30,12 @@ def export(run: str | Path, out: str | Path | None = None) -> Path:
         raise ValueError(f"{out} exists and is not an exported model; give a new folder")
     if folder.latest() is None:
         raise ValueError(f"{run} has no complete checkpoint; give the folder of a run that has reached one")
+    config = folder.config()
+    if config.pretrained.folder is not None:
+        return _export_decoder(folder, config, out)
     model, tokenizer = load(run)
     wrapped = wrap(model)
-    data = folder.config().data
+    data = config.data
     if data.source.startswith("synthetic:"):
         # The task is exported too, so that the model can be evaluated on what it was trained on.
         wrapped.config.task_specific_params = task_options(data)
@@ -35,16 +44,32 @@ def export(run: str | Path, out: str | Path | None = None) -> Path:
         # The export does not contain a transition of the user's own, which is known only by its source.
         wrapped.config.code = code
     wrapped.generation_config.eos_token_id = tokenizer.eos
+    with _writing(out) as aside:
+        wrapped.save_pretrained(aside)
+        tokenizer.save(aside, max_length=model.config.max_length)
+        write_whole(aside / "README.md", write_card(folder, config, model))
+    return out
+
+
+def _export_decoder(folder: RunDir, config: Config, out: Path) -> Path:
+    """The decoder that a run has trained, its adapters merged, with the tokenizer of its base."""
+    model = load_trained(folder, config)
+    with _writing(out) as aside:
+        model.save_pretrained(aside)
+        AutoTokenizer.from_pretrained(config.pretrained.folder, local_files_only=True).save_pretrained(aside)
+        write_whole(aside / "README.md", write_card(folder, config, model))
+    return out
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[Path]:
+    """A folder that becomes `out`; an earlier export stays until this one is complete."""
     try:
-        # The earlier export stays until this one is complete, since a folder without weights would look like an export.
         with whole_folder(out, replace=True) as aside, no_progress_bar():
-            wrapped.save_pretrained(aside)
-            tokenizer.save(aside, max_length=model.config.max_length)
-            write_whole(aside / "README.md", write_card(folder, folder.config(), model))
+            yield aside
     except Exception as error:
         # A full disk is an OSError here and an error of safetensors elsewhere.
         raise ValueError(f"could not export to {out}: {str(error).splitlines()[0]}") from error
-    return out
 
 
 def _is_export(folder: Path) -> bool:
@@ -52,6 +77,7 @@ def _is_export(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     try:
-        return json.loads((folder / "config.json").read_text()).get("model_type") == "looptim"
+        known = json.loads((folder / "config.json").read_text())
+        return known.get("model_type") == "looptim" or "base_model_type" in known
     except (OSError, ValueError, AttributeError):
         return not any(folder.iterdir())

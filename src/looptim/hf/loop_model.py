@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
 
 from ..base.code import allow
-from ..base.files import check_writable, whole_folder
+from ..base.files import check_writable, whole_folder, write_whole
 from ..config import Segment, parse_layout
 from ..loading import no_progress_bar
 from ..training.gate import check_loop, small_copy
+from .card import write_looped_card
 from .decoder import LoopedDecoder, LoopedDecoderConfig, build_loop, causal_class, find_layers, install
 from .model import LoopedPreTrainedModel
 from .starts import near_base
@@ -76,6 +77,7 @@ def loop_folder(
         looped = loop_model(base, layout, preset, **options or {})
         with whole_folder(out) as aside:
             looped.save_pretrained(aside)
+            write_whole(aside / "README.md", write_looped_card(looped))
             if (folder / "tokenizer_config.json").is_file():
                 AutoTokenizer.from_pretrained(folder, local_files_only=True).save_pretrained(aside)
     return out

@@ -6,11 +6,13 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
 from ..config import Segment
 from ..loop import Depth, Loop
 from ..loop.depth import Fixed
+from .held import HeldCache
 
 
 class Twin:
@@ -50,6 +52,9 @@ def make_twin(owner: nn.Module, layer_idx: int) -> nn.Module:
     twin.__dict__["forward"] = functools.partial(_forward, owner, twin)
     twin.layer_idx = cast(Any, layer_idx)
     twin.training = owner.training
+    if "gradient_checkpointing" in owner.__dict__:
+        # The class has one of its own, so that it would not be looked up in the owner.
+        twin.gradient_checkpointing = owner.gradient_checkpointing
     for name, child in owner.named_children():
         if any(has_place(part) for part in child.modules()):
             twin._modules[name] = make_twin(child, layer_idx)
@@ -81,12 +86,16 @@ class UnrolledLayers(nn.Module):
             self.add_module(str(index), layer)
         self.loops = nn.ModuleList(loops)
         self.visits = nn.ModuleList()
+        self.decode: Callable[[Tensor], Tensor] | None = None
+        """From what a loop returns to logits, for exits that look at predictions."""
+        self.depths: list[Tensor] = []
+        """How many steps the tokens of the running call took in each loop, where they may leave."""
         self.unroll(segments)
 
-    def unroll(self, segments: Sequence[Segment], depth: Depth | None = None) -> None:
+    def unroll(self, segments: Sequence[Segment], depth: Depth | None = None, *, grad_steps: int | None = None) -> None:
         """Run the layers as `segments` say from now on, every loop as deep as `depth` says."""
         self.visits = nn.ModuleList()
-        self.depth = depth
+        self.depth, self.grad_steps = depth, grad_steps
         self.plan: list[tuple[Loop | None, list[list[nn.Module]]]] = []
         loops = iter(cast("list[Loop]", list(self.loops)))
         first = place = 0
@@ -101,7 +110,7 @@ class UnrolledLayers(nn.Module):
                     self.visits.extend(row)
                 rows.append(row)
             loop = None if count is None else next(loops)
-            if loop is not None:
+            if loop is not None and not (depth is not None and depth.leaves):
                 # A transition that is not shared refuses any number of loops but its own.
                 loop.schedule(count)
             self.plan.append((loop, rows))
@@ -121,6 +130,8 @@ class UnrolledLayers(nn.Module):
 
     def __iter__(self) -> Iterator[Visit]:
         """The list a decoder calls, one entry per unrolled layer; it is created anew for every forward pass."""
+        if self.depth is not None and self.depth.leaves:
+            self.depths = []
         return iter([visit for loop, rows in self.plan for visit in self._visits(loop, rows)])
 
     def _visits(self, loop: Loop | None, rows: list[list[nn.Module]]) -> list[Visit]:
@@ -137,8 +148,23 @@ class UnrolledLayers(nn.Module):
         """Run a loop on what its layers received."""
         _keep(calls, last, h, *given, **named)
         per_step = len(calls) // steps
+        depth = self.depth or Fixed(steps)
+        if not depth.leaves:
+            stacks = [functools.partial(_run, calls[i : i + per_step]) for i in range(0, len(calls), per_step)]
+            return cast(Tensor, loop(h, stacks, depth=depth, grad_steps=self.grad_steps))
+        cache = _cache_of(calls)
+        places = [_place_of(call.layer) for call in calls]
+        if depth.by_place:
+            # Layers before the loop have entered the tokens of this call already.
+            depth = depth.part(0 if cache is None else int(cache.get_seq_length(places[0])), h.shape[1])
+        walk = loop.begin(h, depth, decode=self.decode)
+        held = HeldCache(cache, walk, {place: i % per_step for i, place in enumerate(places)})
+        calls = [call._replace(named=call.named | {"past_key_values": held}) for call in calls]
         stacks = [functools.partial(_run, calls[i : i + per_step]) for i in range(0, len(calls), per_step)]
-        return cast(Tensor, loop(h, stacks, depth=self.depth or Fixed(steps)))
+        h, state = loop(h, stacks, depth=walk, return_state=True)
+        held.skip(places[per_step * len(state.live) :])
+        self.depths.append(state.depth)
+        return h
 
 
 class Call(NamedTuple):
@@ -163,6 +189,26 @@ class Visit:
         if name == "layer":
             raise AttributeError(name)
         return getattr(self.layer, name)
+
+
+def _cache_of(calls: list[Call]) -> Any:
+    """The cache of a call that tokens may leave; a ValueError where keys and values cannot be held."""
+    for call in calls:
+        if "past_key_values" not in call.named or call.named.get("cache") is not None:
+            raise ValueError(
+                "tokens leave a loop one by one only where layers are handed a cache of transformers; generate without "
+                "continuous batching, or set a depth that is the same for all tokens"
+            )
+        if torch.is_grad_enabled() and call.layer.training and getattr(call.layer, "gradient_checkpointing", False):
+            raise ValueError(
+                "gradient checkpointing hides the cache, at which tokens that leave are held; call "
+                "gradient_checkpointing_disable()"
+            )
+    return calls[0].named["past_key_values"]
+
+
+def _place_of(layer: nn.Module) -> int:
+    return next(cast(int, part.layer_idx) for part in layer.modules() if has_place(part))
 
 
 def _keep(calls: list[Call], layer: nn.Module, h: Tensor, *given: Any, **named: Any) -> Tensor:

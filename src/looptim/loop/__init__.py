@@ -1,7 +1,20 @@
 """The framework: loop transitions made of a projection, an objective and a rule. It needs nothing but torch."""
 
 from ..base.code import import_code
-from . import controls, depth, directions, maps, objectives, presets, projections, roadmap, rules, signals, state
+from . import (
+    controls,
+    depth,
+    directions,
+    maps,
+    objectives,
+    presets,
+    projections,
+    roadmap,
+    rules,
+    signals,
+    state,
+    training_free,
+)
 from .base import Context, Gate, Part
 from .causality import check_causality, mixes_tokens
 from .controls import Decay, Step
@@ -66,4 +79,5 @@ __all__ = [
     "signals",
     "state",
     "trace",
+    "training_free",
 ]

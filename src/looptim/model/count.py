@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ..base.markup import html_table
-from ..config import Config, ModelConfig
+from ..config import Config, ModelConfig, shape
 from ..loop import Loop
 from .layout import LayerSpec, Layout
 from .lm import LoopedLM
@@ -126,8 +127,13 @@ def convention_cells(ours: Count, other: Count | None = None) -> list[list[str]]
     ]
 
 
-def count(config: Config | ModelConfig, *, seq_len: int | None = None, documents: Sequence[int] | None = None) -> Count:
+def count(
+    config: Config | ModelConfig | nn.Module, *, seq_len: int | None = None, documents: Sequence[int] | None = None
+) -> Count:
     """Count parameters and FLOPs of a model without allocating it.
+
+    Of a decoder of transformers, looped or not, the parameters are its own, and the FLOPs are those of a layer of ours
+    of the same shape, which computes what a Llama's layer does.
 
     The cost of attention within documents (`data.mask_attention`) depends on the data: `documents` holds the lengths of
     a fair sample of documents, as they lie in sequences. Without it every sequence is one document, which is the upper
@@ -137,8 +143,13 @@ def count(config: Config | ModelConfig, *, seq_len: int | None = None, documents
     >>> paper.parameter_conventions()["non-vocabulary without norms"]
     4974444544
     """
+    if isinstance(config, nn.Module) and hasattr(config, "config"):
+        return _count_decoder(config, seq_len, documents)
     if not isinstance(config, (Config, ModelConfig)):
-        raise ValueError(f"count takes a Config or a ModelConfig, got {type(config).__name__}; load_config returns one")
+        raise ValueError(
+            f"count takes a Config or a ModelConfig, got {type(config).__name__}, or a decoder of transformers; "
+            "load_config returns one"
+        )
     model_config = config.model if isinstance(config, Config) else config
     if seq_len is None:
         seq_len = config.train.seq_len if isinstance(config, Config) else config.max_length
@@ -165,6 +176,36 @@ def count(config: Config | ModelConfig, *, seq_len: int | None = None, documents
         kv_bytes_per_token=kv_bytes_per_layer * len(kept),
         kv_bytes=kv_bytes_per_layer * sum(kept),
     )
+
+
+def _count_decoder(model: nn.Module, seq_len: int | None, documents: Sequence[int] | None) -> Count:
+    known = getattr(model, "config")  # noqa: B009
+    if isinstance(known, ModelConfig):
+        return count(known, seq_len=seq_len, documents=documents)
+    config = ModelConfig(**shape(known.to_dict()))
+    config = config if getattr(known, "loops", None) is None else config.with_loops(known.loops)
+    ours = count(config, seq_len=seq_len, documents=documents)
+    parameters = dict.fromkeys(ours.parameters, 0)
+    for name, parameter in model.named_parameters():
+        parameters[_component_of_decoder(name, parameter)] += parameter.numel()
+    return dataclasses.replace(ours, parameters=parameters, active=_active(config, parameters))
+
+
+def _component_of_decoder(name: str, parameter: torch.Tensor) -> str:
+    """The component a parameter of a foreign decoder belongs to, by the words that transformers uses."""
+    if ".loops." in f".{name}":
+        return "transition"
+    if parameter.ndim < 2 and "norm" in name:
+        return "norms"
+    words = {
+        "embed": "embedding",
+        "lm_head": "head",
+        "attn": "attention",
+        ".experts.": "routed",
+        "shared_exp": "shared",
+    }
+    words |= {"router": "router", "mlp.gate.": "router"}
+    return next((part for word, part in words.items() if word in name), "dense FFN")
 
 
 def training_flops(config: Config, *, documents: Sequence[int] | None = None) -> float:

@@ -33,6 +33,7 @@ COLORS = {
     "full_bandwidth": "#e69f00",
     "recurrentgpt": "#56b4e9",
     "recirculation": "#cc79a7",
+    "damped": "#6a3d9a",
     "hyperloop": "#0072b2",
     "operloop": "#d55e00",
     "operloop_heavyball": "#56b4e9",

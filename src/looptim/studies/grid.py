@@ -28,9 +28,9 @@ from ..evaluation.exits import evaluate_exits
 from ..evaluation.graded import evaluate_hops
 from ..evaluation.tasks import COUNT as PROBLEMS
 from ..rundir import RunDir, read_record
+from ..trainer import train
 from ..training.checkpoint import prune
 from ..training.step import DivergedError
-from ..training.train import train
 from .carry import pack, unpack, without_main
 from .spec import Cell, Plan
 

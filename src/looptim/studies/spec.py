@@ -17,7 +17,7 @@ from ..config import Config, Strict, TrainConfig
 from ..loop.registry import NUMERICS, code_of
 from ..model.count import Count, count, training_flops
 from ..recipe import change, find_base, find_file, read_config
-from ..training.train import check_model
+from ..training.maker import check_model
 from .phi_grid import PhiGrid
 
 VERSION = {} if NUMERICS == 1 else {"numerics": NUMERICS}

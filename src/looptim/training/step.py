@@ -18,6 +18,7 @@ from ..loop.depth import Fixed, PerSequence
 from ..model import IGNORE, LoopedLM, MoE, Output, balance_update
 from ..rundir import RunDir
 from .distributed import World
+from .maker import OURS, Maker
 from .mesh import synchronize_gradients
 from .optim import MuonAdamW, clip_gradients, learning_rate, set_rate
 
@@ -40,6 +41,7 @@ class TrainingState:
     data: Dataset
     model: LoopedLM
     optimizer: MuonAdamW
+    maker: Maker = OURS
 
     @property
     def tokens_per_step(self) -> int:
@@ -175,19 +177,22 @@ def sample_loops(config: Config, step: int, rows: slice) -> Depth | None:
     nor processes change what is drawn.
     """
     loops = config.train.loops
-    if loops.scheme == "fixed" and not loops.readouts:
+    # A curriculum begins with one loop, and has the whole number, or mean, with the last update of its warm-up.
+    share = min(1.0, (step + 1) / loops.warmup) if loops.warmup else 1.0
+    if loops.scheme == "fixed" and not loops.readouts and share == 1.0:
         return None
     generator = torch.Generator().manual_seed(_mix(config.train.seed, step, 0))
     if loops.scheme == "fixed":
         steps = next(segment.loops for segment in config.model.segments if segment.loops is not None)
+        steps = math.ceil(steps * share)
         return Fixed(steps, _sample_reads(loops, steps, generator))
     if loops.scheme == "huginn":
         sigma = 0.5
         normal = torch.randn((), generator=generator).item()
-        rate = math.exp(sigma * normal + math.log(loops.mean) - sigma**2 / 2)
+        rate = math.exp(sigma * normal + math.log(loops.mean * share) - sigma**2 / 2)
         steps = int(torch.poisson(torch.tensor(rate), generator=generator)) + 1
         return Fixed(steps, _sample_reads(loops, steps, generator))
-    rates = torch.full((config.train.batch_size,), loops.mean)
+    rates = torch.full((config.train.batch_size,), loops.mean * share)
     whole = torch.poisson(rates, generator=generator).clamp_min(1).long()
     # Every micro-batch and process runs as long as the longest of the global batch, as FSDP and the loads require.
     return PerSequence(whole[rows], total=int(whole.max()))

@@ -19,17 +19,14 @@ from ..base.console import is_out_of_memory
 from ..base.files import Place
 from ..config import Config
 from ..data import Dataset, open_data, text_of
-from ..loop import Loop
-from ..loop.depth import Fixed
 from ..loop.registry import NUMERICS, code_of
-from ..model import LoopedLM
-from ..model.count import count, training_flops
 from ..rundir import RunDir, difference
 from . import checkpoint, distributed
 from .amx import guard_bf16
 from .distributed import World, gone, is_lost
-from .gate import check_code, check_transition
-from .mesh import Sizes, build, open_mesh
+from .gate import check_code
+from .maker import OURS, Maker, check_origin
+from .mesh import Sizes, open_mesh
 from .metrics import RunLog, environment
 from .optim import MuonAdamW, describe_groups, parameter_groups
 from .samples import check_prompt, write
@@ -39,11 +36,19 @@ from .step import Skips, TrainingState, rate_of, update, validate
 from .stop import StopRequest
 
 
-def train(config: Config, out: str | Path, *, resume: bool = False, force: bool = False, progress: bool = True) -> Path:
+def train(
+    config: Config,
+    out: str | Path,
+    *,
+    maker: Maker = OURS,
+    resume: bool = False,
+    force: bool = False,
+    progress: bool = True,
+) -> Path:
     """Train the model of a recipe into the run directory `out`, which is returned.
 
     `resume` continues from the last complete checkpoint, or begins if there is none; a changed config is refused with
-    the difference shown unless `force`. Ctrl-C leaves a checkpoint behind.
+    the difference shown unless `force`. Ctrl-C leaves a checkpoint behind. `maker` makes the model.
     """
     if config.train.dtype == "bf16" and not torch.cuda.is_available():
         guard_bf16()
@@ -55,13 +60,13 @@ def train(config: Config, out: str | Path, *, resume: bool = False, force: bool 
         world.rows(config.train.batch_size)
         check_sinks(config.train.track)
         folder.check(config, resume=resume, force=force)
-        check_model(config)
+        maker.check(config)
         check_code(config, folder, force=force)
 
     # All that can be known to fail is said now, once, not after hours of packing data.
     world.first_does(check)
     data = _open_together(config, world, progress=progress)
-    run = _prepare(config, folder, world, data)
+    run = _prepare(config, folder, world, data, maker)
     check_prompt(run)
     if progress and world.first:
         _introduce(run)
@@ -112,68 +117,31 @@ def _open_together(config: Config, world: World, *, progress: bool) -> Dataset:
     return world.all_do(open_)
 
 
-def _prepare(config: Config, folder: RunDir, world: World, data: Dataset) -> TrainingState:
+def _prepare(config: Config, folder: RunDir, world: World, data: Dataset, maker: Maker) -> TrainingState:
     """Build everything; nothing is written."""
-    model = build(config, world, open_mesh(config.parallel, world))
+    model = maker.build(config, world, open_mesh(config.parallel, world))
     model.checkpointing = config.train.activation_checkpointing
     if config.train.compile:
         model.compile_blocks()
     if config.train.reversible:
         model.reverse_loops()
     optim = config.optim
-    groups = parameter_groups(model, lr=optim.lr, weight_decay=optim.weight_decay, rates=optim.rates)
+    groups = parameter_groups(model, lr=optim.lr, weight_decay=optim.weight_decay, rates=optim.rates, role=maker.role)
     optimizer = MuonAdamW(groups)
-    return TrainingState(config, folder, world, data, model, optimizer)
-
-
-def check_model(config: Config) -> None:
-    """That the model of a recipe builds, sees no future, keeps documents apart, and samples and cuts its loops."""
-    with torch.device("meta"):
-        model = LoopedLM(config.model, seed=0)
-    if config.model.pairs != bool(config.data.options.get("pairs")):
-        raise ValueError(
-            f"model.pairs ({config.model.pairs}) and data.options.pairs must agree: both say that a position reads two "
-            "tokens; set both or none"
-        )
-    if config.data.mask_attention:
-        model.check_documents()
-    check_transition(config)
-    loops, preset = config.train.loops, config.model.loop.preset
-    if loops.scheme == "fixed" and loops.grad_loops is None:
-        return
-    looped = [loop for loop in model.loops if isinstance(loop, Loop)]
-    if not all(loop.shared for loop in looped):
-        raise ValueError(
-            f"train.loops needs a transition shared over loops, which {preset} is not; "
-            "set loop.options.shared=true where the preset has it, or leave train.loops out"
-        )
-    if loops.grad_loops is not None and not all(map(_reads_input, looped)):
-        raise ValueError(
-            f"train.loops.grad_loops would leave what precedes the loop without a gradient: {preset} reads it before "
-            "the first loop only; choose a transition that reads it in every loop, such as huginn, or leave it out"
-        )
-
-
-def _reads_input(loop: Loop) -> bool:
-    """Whether a gradient through the last of two loops reaches the loop's input."""
-    e = torch.empty(1, 1, loop.width, device="meta", requires_grad=True)
-    blocks = torch.nn.Linear(loop.width, loop.width, device="meta")
-    (gradient,) = torch.autograd.grad(loop(e, blocks, depth=Fixed(2), grad_steps=1).sum(), e, allow_unused=True)
-    return gradient is not None
+    return TrainingState(config, folder, world, data, model, optimizer, maker)
 
 
 def _environment(run: TrainingState) -> dict[str, Any]:
     groups = describe_groups(run.optimizer.param_groups)
     code = {"code": code_of(run.config.model.loop.preset), "numerics": NUMERICS}
-    return {**environment(run.world), **code, "data": run.data.fingerprint, "groups": groups}
+    origin = run.maker.origin(run.config)
+    return {**environment(run.world), **code, "data": run.data.fingerprint, "groups": groups, **origin}
 
 
 def _introduce(run: TrainingState) -> None:
     """Say what is about to be trained, and which optimizer each parameter went to."""
-    counted = count(run.config)
     print(
-        f"{run.folder.path}: {counted.name}, {sum(counted.parameters.values()):,} parameters "
-        f"({sum(counted.active.values()):,} active), {run.tokens_per_step:,} tokens an update",
+        f"{run.folder.path}: {run.maker.describe(run.config, run.model)}, {run.tokens_per_step:,} tokens an update",
         file=sys.stderr,
     )
     for group in describe_groups(run.optimizer.param_groups):
@@ -210,6 +178,7 @@ def _restore(run: TrainingState) -> Done:
         raise ValueError(
             f"the data of {run.folder.path} has changed since its checkpoint; give it the same data, or a new --out"
         )
+    check_origin(run.config, record, run.maker.origin(run.config), run.folder.path)
     if run.world.first:
         _show_changes(run, record["step"])
     # Checkpoints of before tokens were counted are of runs whose batch did not change.
@@ -266,14 +235,15 @@ def _flops(run: TrainingState) -> float:
     """Training FLOPs of a token. Of attention inside documents only what is computed, by those of the first batch."""
     settings = run.config.train
     if not run.config.data.mask_attention:
-        return training_flops(run.config)
+        return run.maker.flops(run.config, None)
     rows = run.world.rows(settings.batch_size)
     batch = run.data.batch("train", seed=settings.seed, step=0, batch_size=settings.batch_size, rows=rows)
-    return training_flops(run.config, documents=batch.document_lengths())
+    return run.maker.flops(run.config, batch.document_lengths())
 
 
 def _save(run: TrainingState, place: Place, saver: Saver, done: Done) -> None:
     run.world.first_does(place.check)
     config = run.config.model_dump(mode="json")
-    record = {"tokens": done.tokens, "config": config, "data": run.data.fingerprint, **environment(run.world)}
+    origin = run.maker.origin(run.config)
+    record = {"tokens": done.tokens, "config": config, "data": run.data.fingerprint, **environment(run.world), **origin}
     saver.save(done.step, run.model, run.optimizer, record)

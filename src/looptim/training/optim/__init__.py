@@ -1,6 +1,6 @@
 """Optimizers: Muon with Polar Express for matrices, AdamW for the rest, their groups, schedule and clipping."""
 
-from .groups import describe_groups, parameter_groups, set_rate
+from .groups import describe_groups, parameter_groups, role_of, set_rate
 from .muon import MuonAdamW
 from .schedule import clip_gradients, learning_rate
 
@@ -10,5 +10,6 @@ __all__ = [
     "describe_groups",
     "learning_rate",
     "parameter_groups",
+    "role_of",
     "set_rate",
 ]

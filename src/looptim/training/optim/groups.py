@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ GROUPS = {
     "other": Group((), "adamw", True),
     "vectors": Group((), "adamw", False),
     "transition": Group((Loop,), "adamw", False),
+    "adapters": Group((), "adamw", False),
 }
 
 
@@ -40,6 +41,7 @@ def parameter_groups(
     weight_decay: float = 0.1,
     matrices: Literal["muon", "adamw"] = "muon",
     rates: Mapping[str, float] | None = None,
+    role: Callable[[nn.Module, str, Tensor], str] | None = None,
 ) -> list[dict[str, Any]]:
     """What `MuonAdamW` takes: every trainable parameter in exactly one group, tied ones once.
 
@@ -47,14 +49,15 @@ def parameter_groups(
     AdamW takes the embedding, the head, the router, vectors (norms, biases) and all of the transition. Matrices decay;
     vectors do not, nor does anything of a transition: its parameters are gates and rates around a chosen point, and the
     released Parcae decays none of them either. `matrices="adamw"` leaves Muon out. `rates` are factors of the learning
-    rate, by the names of `GROUPS`.
+    rate, by the names of `GROUPS`, and `role` gives the group of a parameter where the layers are not ours.
     """
+    find = role or role_of
     for name in rates or {}:
         choose("group of parameters", name, GROUPS)
     members: dict[str, dict[str, list]] = {name: {"params": [], "param_names": []} for name in GROUPS}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            group = members[role(model, name, parameter)]
+            group = members[find(model, name, parameter)]
             group["params"].append(parameter)
             group["param_names"].append(name)
     groups: list[dict[str, Any]] = [
@@ -77,7 +80,7 @@ def set_rate(groups: Iterable[dict[str, Any]], lr: float, rates: Mapping[str, fl
         group["lr"] = lr * (rates or {}).get(group["name"], 1.0)
 
 
-def role(model: nn.Module, name: str, parameter: Tensor) -> str:
+def role_of(model: nn.Module, name: str, parameter: Tensor) -> str:
     """The group of a parameter, by the modules that own it."""
     path = name.split(".")
     owners = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path))]

@@ -1,0 +1,40 @@
+"""What stands for a token at the visits of a foreign decoder's layers that it skips."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..loop.walk import Walk
+
+
+class HeldCache:
+    """A cache, or none, at which tokens that have left the loop stand with the keys and values of their last visit.
+
+    k_{l,i} = k_{tau_i,i} and v_{l,i} = v_{tau_i,i} for the visits l > tau_i that token i skips, as in our own models
+    (docs/depth.md). Attention of transformers hands its keys and values to the cache, which is where they are held.
+    """
+
+    def __init__(self, cache: Any, walk: Walk, blocks: Mapping[int, int]):
+        self.__dict__.update(cache=cache, walk=walk, blocks=blocks, last={})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["cache"], name)
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *given: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        """What a layer attends to, of which the tokens that skip this visit are held."""
+        live, block = self.walk.live, self.blocks[layer_idx]
+        if isinstance(live, Tensor) and block in self.last:
+            inside = live.reshape(*live.shape, *[1] * (2 - live.dim()))[:, None, :, None]
+            held_key, held_value = self.last[block]
+            key, value = torch.where(inside, key, held_key), torch.where(inside, value, held_value)
+        self.last[block] = (key, value)
+        return (key, value) if self.cache is None else self.cache.update(key, value, layer_idx, *given, **named)
+
+    def skip(self, places: Iterable[int]) -> None:
+        """Give places of the cache that no token comes to what they keep."""
+        for place in places if self.cache is not None else ():
+            self.cache.update(*self.last[self.blocks[place]], place)
