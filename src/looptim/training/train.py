@@ -52,8 +52,7 @@ def train(
     """
     if config.train.dtype == "bf16" and not torch.cuda.is_available():
         guard_bf16()
-    folder = RunDir(out)
-    world = distributed.start()
+    folder, world = RunDir(out), distributed.start()
 
     def check() -> None:
         Sizes.of(config.parallel, world.size)
