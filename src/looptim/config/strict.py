@@ -23,7 +23,7 @@ class Strict(BaseModel):
             raise ValueError(_one_line(error, type(self))) from None
 
 
-def _one_line(error: ValidationError, config: type[BaseModel]) -> str:
+def _one_line(error: ValidationError, config: type[Strict]) -> str:
     """The first error, in one line: where it is, what was given, and what to do."""
     errors = error.errors()
     # A misspelled key also makes the key that was meant look missing, so it is reported first.

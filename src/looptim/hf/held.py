@@ -36,5 +36,7 @@ class HeldCache:
 
     def skip(self, places: Iterable[int]) -> None:
         """Give places of the cache that no token comes to what they keep."""
-        for place in places if self.cache is not None else ():
-            self.cache.update(*self.last[self.blocks[place]], place)
+        cache = self.cache
+        for place in places if cache is not None else ():
+            assert cache is not None
+            cache.update(*self.last[self.blocks[place]], place)

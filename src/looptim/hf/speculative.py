@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast, final
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.cache_utils import DynamicLayer
 
 from ..loop import Loop
 from ..model import Layout, LoopedLM
 from ..model.stages import Begun, Stages, find_loop, join
 from .model import LoopedForCausalLM
-from .slots import Unmasked
+from .slots import AttentionSlot, Unmasked
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -160,7 +161,9 @@ class Drafter:
         positions = torch.arange(first, first + tokens.shape[1], device=tokens.device).unsqueeze(0)
         slots = self.model.model.slots
         attend = [
-            functools.partial(slot, attention_mask=Unmasked(slot.kind.window), past_key_values=self.cache)
+            functools.partial(
+                slot, attention_mask=Unmasked(cast(AttentionSlot, slot).kind.window), past_key_values=self.cache
+            )
             for slot in slots
         ]
         return Stages(self.looped, self.layout, h, positions, attend), h
@@ -168,8 +171,10 @@ class Drafter:
     def _keep(self, number: int, layers: range) -> None:
         """Keep the first tokens only in some layers of the cache."""
         for index in layers:
-            layer = self.cache.layers[index]
-            layer.crop(number - layer.get_seq_length())
+            layer = cast(DynamicLayer, self.cache.layers[index])
+            surplus = layer.get_seq_length() - number
+            if surplus > 0:
+                layer.crop(-surplus)
 
 
 def check_draft(model: LoopedLM, layout: Layout, draft_loops: int) -> None:

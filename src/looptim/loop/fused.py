@@ -90,7 +90,7 @@ def step(
     gates = [part.gate for part in parts]
     dtype = wide(Y).dtype
     W = wide(torch.cat([gate.W for gate in gates])).to(dtype)
-    a, b = wide(torch.cat([gate.a for gate in gates] + [gate.b for gate in gates])).to(dtype).chunk(2)
+    a, b = wide(torch.cat([*(gate.a for gate in gates), *(gate.b for gate in gates)])).to(dtype).chunk(2)
     with nullcontext() if tape is None else tape.instead_of(Y):
         o, v, Y = run.read(Y, W, a, b, projection.map.gate.gain)
     t = blocks(o)

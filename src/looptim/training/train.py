@@ -19,7 +19,9 @@ from ..base.console import is_out_of_memory
 from ..base.files import Place
 from ..config import Config
 from ..data import Dataset, open_data, text_of
+from ..loop import Loop
 from ..loop.registry import NUMERICS, code_of
+from ..model import LoopedLM
 from ..rundir import RunDir, difference
 from . import checkpoint, distributed
 from .amx import guard_bf16
