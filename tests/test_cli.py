@@ -45,7 +45,7 @@ def test_zoo_speaks_json_and_markdown():
     assert rows["parcae_aligned"]["gap"] == 0
     lines = run("zoo", "--markdown").stdout.splitlines()
     assert lines[0].startswith("| transition | rule | o | λ | η | x | L | aligned | gap |")
-    assert len({line.count("|") for line in lines}) == 1
+    assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
 
 
 @pytest.mark.long

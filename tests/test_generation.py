@@ -67,7 +67,7 @@ def test_generate_streams_the_same_text_from_the_run_and_from_the_exported_folde
         (["generate", "RUN", "1" * 40], "the prompt has 40 tokens, but max_length is 32"),
         (
             ["generate", "RUN", "1", "--temperature", "-1"],
-            "temperature must be a number that is not negative, got -1.0",
+            "temperature must be a number of at least 0, got -1.0",
         ),
         (["export", "nowhere", "there"], "has no complete checkpoint"),
         (["export", "RUN", "RUN"], "exists and is not an exported model"),

@@ -496,8 +496,9 @@ def test_the_card_says_when_a_transition_must_be_imported_first(tmp_path, monkey
     text = "import looptim as lo\ndef mine(width, steps): return lo.build('vanilla', width=width, steps=steps)\n"
     file.write_text(text + "lo.PRESETS['mine_by_name'] = mine\n")
     monkeypatch.chdir(tmp_path)
+    # The name is known to monkeypatch before the file registers it, so that it is gone after the test.
+    monkeypatch.setitem(lo.PRESETS, "mine_by_name", lo.PRESETS["vanilla"])
     lo.import_code(file.name)
-    monkeypatch.setitem(lo.PRESETS, "mine_by_name", lo.PRESETS["mine_by_name"])
     lo.train(config(model={"loop": {"preset": name}}, steps=3), "run", progress=False)
     card = (lo.export("run") / "README.md").read_text()
     own = name != "vanilla"

@@ -210,7 +210,7 @@ def test_the_letters_of_a_rule_are_explained():
 
 
 def test_only_a_module_can_be_traced():
-    with pytest.raises(ValueError, match="trace looks inside a module, got str"), lo.trace("x"):
+    with pytest.raises(ValueError, match="trace takes a module, got str"), lo.trace("x"):
         pass
 
 

@@ -120,7 +120,7 @@ def test_what_cannot_be_reversed_is_refused_by_its_part(preset):
         assert preset.startswith(("hyperloop", "operloop"))
         loop.reverse()
     else:
-        with pytest.raises(ValueError, match=f"{preset} cannot rebuild its states in the backward, for {part}"):
+        with pytest.raises(ValueError, match=f"{preset} cannot rebuild its states, because of {part}"):
             loop.reverse()
 
 

@@ -653,7 +653,9 @@ def test_folders_and_scales_that_do_not_fit(done, file):
     changed(file, "tokens = 1536", "tokens = 2048")
     with pytest.raises(ValueError, match=r"another study \(variant operloop: train.steps: 12 -> 16; variant vanilla: "):
         lo.study(file, done / "out")
-    with pytest.raises(ValueError, match=r"cannot write to .*two.toml/out: .*two.toml is no folder we may write to"):
+    with pytest.raises(
+        ValueError, match=r"cannot write to .*two.toml/out: .*two.toml is not a folder you may write to"
+    ):
         lo.study(file, file / "out")
 
 

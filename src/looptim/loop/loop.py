@@ -198,7 +198,7 @@ class Loop(nn.Module):
         >>> loop.reverse()
         >>> lo.build("vanilla", width=8, steps=12).reverse()
         Traceback (most recent call last):
-        ValueError: vanilla cannot rebuild its states in the backward, for the projection Plain; leave reversible out
+        ValueError: vanilla cannot rebuild its states, because of the projection Plain; leave reversible out
         """
         for transition in cast("list[Transition]", list(self.transitions)):
             part = "the readable form" if transition.kernels is None else irreversible_part(transition)
