@@ -14,31 +14,17 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, Qwen3Config, Qwen3Fo
 from ..config import ModelConfig
 from ..model import Layout, LoopedLM
 
-DENSE: dict[str, Any] = {"layout": "2-2x3-2", "width": 256, "vocab_size": 4096, "max_length": 1024, "tied": True}
-DENSE |= {
-    "heads": 8,
-    "kv_heads": 2,
-    "head_dim": 32,
-    "pattern": "F",
-    "sliding_rotary": 32,
-    "full_rotary": 32,
-    "dense_layers": 6,
-}
-DENSE |= {"dense_hidden": 768, "loop": {"preset": "operloop"}}
+SHARED: dict[str, Any] = {"width": 256, "vocab_size": 4096, "tied": True, "heads": 8, "kv_heads": 2, "head_dim": 32}
+SHARED |= {"pattern": "F", "sliding_rotary": 32, "full_rotary": 32}
+"""What both models of ours have in common."""
+
+DENSE: dict[str, Any] = {**SHARED, "layout": "2-2x3-2", "max_length": 1024, "dense_layers": 6, "dense_hidden": 768}
+DENSE |= {"loop": {"preset": "operloop"}}
 """A dense model that attends to everything, as Qwen3 does."""
 
-MYTHOS: dict[str, Any] = {"layout": "1-1x6-0", "width": 256, "vocab_size": 4096, "max_length": 512, "tied": True}
-MYTHOS |= {
-    "heads": 8,
-    "kv_heads": 2,
-    "head_dim": 32,
-    "pattern": "F",
-    "sliding_rotary": 32,
-    "full_rotary": 32,
-    "qk_norm": False,
-}
-MYTHOS |= {"dense_layers": 1, "dense_hidden": 341, "experts": 16, "top_k": 4, "expert_hidden": 64}
-MYTHOS |= {"shared_hidden": 256, "loop": {"preset": "operloop", "options": {"shared": True}}}
+MYTHOS: dict[str, Any] = {**SHARED, "layout": "1-1x6-0", "max_length": 512, "qk_norm": False, "dense_layers": 1}
+MYTHOS |= {"dense_hidden": 341, "experts": 16, "top_k": 4, "expert_hidden": 64, "shared_hidden": 256}
+MYTHOS |= {"loop": {"preset": "operloop", "options": {"shared": True}}}
 """A dense prelude and a block of experts in a loop, in the sizes that open-mythos gives them."""
 
 
