@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from looptim.model import apply_rope, rope_table
 from looptim.model.rope import rotate_by_formula
@@ -81,3 +82,13 @@ def test_bad_widths():
         rope_table(torch.arange(3), 5, 1e4)
     with pytest.raises(ValueError, match="head dim"):
         apply_rope(torch.randn(1, 1, 3, 4), *rope_table(torch.arange(3), 8, 1e4))
+
+
+def test_nothing_of_a_fake_update_is_kept_for_the_next():
+    expected = None
+    for _ in range(2):
+        with FakeTensorMode():
+            rope_table(torch.arange(5), rotary_width=6, theta=123.0)
+        found = rope_table(torch.arange(5), rotary_width=6, theta=123.0)
+        expected = found if expected is None else expected
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

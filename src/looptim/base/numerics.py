@@ -79,7 +79,12 @@ def rms_norm(x: Float[Tensor, "... width"], gain: Float[Tensor, " width"], eps: 
 def few_without_grad(x: Tensor) -> bool:
     """Whether these are the few tokens of a decode step on a CPU, where the overhead of calls exceeds their work."""
     few = x.numel() <= FEW_NUMEL and not torch.is_grad_enabled() and x.device.type == "cpu"
-    return few and not torch.compiler.is_compiling()
+    return few and is_plain(x)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether what is computed for `x` may be kept for others; that of a fake tensor or of a compiler may not."""
+    return not torch.compiler.is_compiling() and type(x) is Tensor
 
 
 def unit_rms_of_few(x: Float[Tensor, "... width"], eps: float) -> Float[Tensor, "... width"]:

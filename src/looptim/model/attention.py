@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..base.numerics import few_without_grad, unit_rms_of_few, wide
+from ..base.numerics import few_without_grad, is_plain, unit_rms_of_few, wide
 from .norm import RMSNorm
 from .rope import apply_rope
 
@@ -162,7 +162,7 @@ def flex_masked_attention(
     # A compiler traces through caches, so it gets the functions themselves.
     compiling = torch.compiler.is_compiling()
     attend = flex_attention if compiling else compiled_flex_attention()
-    if compiling or starts is not None:
+    if starts is not None or not is_plain(q):
         mask = block_mask(q.shape[2], window, q.device, starts)
     else:
         mask = cached_block_mask(q.shape[2], window, q.device)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..base.numerics import few_without_grad
+from ..base.numerics import few_without_grad, is_plain
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -29,8 +29,7 @@ def rope_table(
     """
     if rotary_width <= 0 or rotary_width % 2:
         raise ValueError(f"rotary_width must be even and positive, got {rotary_width}: rotations act on pairs.")
-    # A compiler traces through what is kept.
-    find = frequencies.__wrapped__ if torch.compiler.is_compiling() else frequencies
+    find = frequencies if is_plain(positions) else frequencies.__wrapped__
     angles = positions.unsqueeze(-1).to(dtype) * find(rotary_width, theta, dtype, positions.device)
     return angles.cos(), angles.sin()
 
