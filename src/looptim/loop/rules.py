@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -49,9 +50,7 @@ class Rule(Part):
 
     def init(self, Y: Float[Tensor, "B T r d"]) -> Carry:
         """`eta_{-1} = 1` and no memory."""
-        # eta is tied to Y by a zero, so that the first step sees the same kind of tensor (with or without gradient) as
-        # the later ones, and one compilation serves all steps.
-        return Carry(eta=1 + 0 * wide(Y[..., :1, :1]), lam=0.0, memory=None)
+        return Carry(eta=torch.ones_like(wide(Y[..., :1, :1])), lam=0.0, memory=None)
 
     @abstractmethod
     def forward(
