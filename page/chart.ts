@@ -24,6 +24,16 @@ export function swatch(color: string, dash: number[], marks = false): SVGElement
   return svg("svg", { viewBox: "0 0 26 10", class: "swatch", "aria-hidden": "true" }, line);
 }
 
+/** Where a logarithmic axis has numbers: at powers of ten, at 2 and 5 too, or evenly where few of these are seen. */
+function logTicks(low: number, high: number): number[] {
+  const powers = Array.from({ length: Math.ceil(Math.log10(high / low)) + 2 }, (_, i) => 10 ** (Math.floor(Math.log10(low)) + i));
+  const inside = (values: number[]) => values.map((value) => Number(value.toPrecision(3))).filter((value) => value >= low && value <= high);
+  const step = Math.max(...powers.flatMap((power) => [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1].map((part) => part * power))
+    .filter((size) => 3 * size <= high - low));
+  const even = Array.from({ length: Math.floor(high / step) }, (_, i) => (i + 1) * step);
+  return [powers, powers.flatMap((power) => [power, 2 * power, 5 * power])].map(inside).find((ticks) => ticks.length >= 3) ?? inside(even);
+}
+
 export class Plot {
   readonly root: HTMLElement;
   private readonly area = el("div", { class: "area", tabindex: 0, role: "group" });
@@ -52,7 +62,8 @@ export class Plot {
     this.shown = curves(this.chart, this.data, this.view, dark.matches);
     const bits = this.chart.loss && this.view.bits;
     const of = this.chart.single && this.data.groups.length > 1 ? `${this.data.groups[singleOf(this.chart, this.view)].name}, ` : "";
-    this.unit.textContent = `(${of}${bits ? this.chart.y.replace("nats per token", "bits per byte") : this.chart.y})`;
+    const unit = bits ? this.chart.y.replace("nats per token", "bits per byte") : this.chart.y;
+    this.unit.textContent = unit === this.chart.title.toLowerCase() ? "" : `(${of}${unit})`;
     const series: uPlot.Series[] = [{}];
     const tables: uPlot.AlignedData[] = [];
     const bands: uPlot.Band[] = [];
@@ -94,7 +105,7 @@ export class Plot {
       axes: [
         { ...axis, label: this.chart.x, labelSize: 20, size: 34, labelFont: "12px system-ui",
           ...(counted ? { incrs: [1, 2, 5, 10, 20, 50] } : {}), values: (_, ticks) => ticks.map(count) },
-        { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) },
+        { ...axis, size: 58, ...(this.chart.log ? { splits: logTicks(low, high), filter: (_, ticks) => ticks } : {}), values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) },
       ],
       cursor: {
         sync: { key: this.chart.x, scales: ["x", null] }, drag: { x: true, y: false, setScale: false },

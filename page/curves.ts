@@ -39,9 +39,11 @@ export function onPaper(color: string, dark: boolean): string {
 }
 
 const ORDERED = ["#440154", "#414487", "#2a788e", "#22a884", "#7ad151"];
+/** The same order on dark paper, where shades that were made light would look alike. */
+const ORDERED_ON_DARK = ["#d59be6", "#8f9bf2", "#4fb9d8", "#45cf9a", "#d3e15c"];
 
-function ordered(index: number, count: number): string {
-  return ORDERED[count < 2 ? 0 : Math.round((index / (count - 1)) * (ORDERED.length - 1))];
+function ordered(index: number, count: number, dark: boolean): string {
+  return (dark ? ORDERED_ON_DARK : ORDERED)[count < 2 ? 0 : Math.round((index / (count - 1)) * (ORDERED.length - 1))];
 }
 
 function mean(values: (number | null)[][], at: number): [number | null, number] {
@@ -87,9 +89,9 @@ export function curves(chart: Chart, data: Data, view: View, dark: boolean): Cur
     const lines = shown.filter((line) => `${line.group} ${line.part}` === kind);
     const group = data.groups[lines[0].group];
     const place = parts.indexOf(lines[0].part);
-    const look = chart.single ? { color: ordered(place, parts.length), dash: [] } : group;
+    const look = chart.single ? { color: ordered(place, parts.length, dark), dash: [] } : { color: onPaper(group.color, dark), dash: group.dash };
     const name = chart.single || chart.named || !several ? lines[0].part || group.name : [group.name, lines[0].part].filter(Boolean).join(", ");
-    return { ...curve(chart, group, lines, data, view), name, color: onPaper(look.color, dark), dash: look.dash };
+    return { ...curve(chart, group, lines, data, view), name, ...look };
   });
 }
 

@@ -4,6 +4,8 @@ export interface Equation {
   name: string; summary: string; rule: string; projection: string; target: string; objective: string;
   input_map: string; step: string; decay: string; start: string; readout: string; aligned: boolean;
   loop_specific: boolean; where: string[]; steps: number;
+  /** The runs or variants it is the equation of, where others of its name have another. */
+  of?: string[];
 }
 
 export interface Quantity {

@@ -37,6 +37,12 @@ export function darken(node: HTMLElement, share: number): void {
   node.classList.toggle("deepest", share > 0.7);
 }
 
+/** A formula: what stands after an underscore is a subscript. */
+export function math(text: string): HTMLElement {
+  const parts = text.split(/_(\w+)/);
+  return el("span", { class: "math" }, ...parts.map((part, i) => (i % 2 ? el("sub", {}, part) : part)));
+}
+
 const NAMED: Record<string, string> = { " ": "·", "\n": "↵", "\t": "⇥", "\r": "␍" };
 
 /** A token with its spaces shown, and with what would be invisible or turn the line around written as its number. */
@@ -49,6 +55,8 @@ export function visible(text: string): string {
 /** A number in three significant digits. */
 export function short(value: number | null): string {
   if (value === null) return "–";
+  // Sums of numbers that cancel leave a rest of this size.
+  if (Math.abs(value) < 1e-12) return "0";
   if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e5)) return value.toExponential(2);
   return String(Number(value.toPrecision(3)));
 }

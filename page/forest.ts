@@ -10,7 +10,7 @@ const WIDTH = 300;
 function interval(mean: number, low: number | null, high: number | null): string {
   if (low === null || high === null) return "";
   const [below, above] = [mean - low, high - mean];
-  return Math.abs(above - below) <= 0.01 * (above + below) ? ` ± ${short((below + above) / 2)}` : ` (${short(low)} to ${short(high)})`;
+  return Math.abs(above - below) <= 0.01 * (above + below) ? ` ±\u00a0${short((below + above) / 2)}` : ` (${short(low)} to ${short(high)})`;
 }
 
 export function forest(plot: Forest, data: Data, view: View): HTMLElement {

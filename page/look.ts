@@ -10,6 +10,7 @@ class View {
   private readonly heads: HTMLTableCellElement[] = [];
   private readonly panels = el("div", { class: "panels" });
   private readonly layer = { index: 0 };
+  private readonly scale = el("p", { class: "note" });
 
   constructor(readonly data: Data, readonly model: Model, move: (to: Cursor, stay: boolean) => void) {
     this.layer.index = Math.max(0, model.layers.findIndex((layer) => layer.place === "in the loop"));
@@ -25,7 +26,7 @@ class View {
     table.addEventListener("keydown", (event) => this.key(event));
     this.root = el("section", { class: "model" },
       el("h2", {}, el("bdi", {}, model.name)), ...model.equations.map(equation),
-      el("div", { class: "scroll" }, table), this.panels);
+      this.scale, el("div", { class: "scroll" }, table), this.panels);
   }
 
   private body(move: (to: Cursor, stay: boolean) => void): HTMLElement {
@@ -69,6 +70,8 @@ class View {
     const all = this.cells.map((cells, row) => cells.map((_, token) => shade.value(this.model, row, token)));
     const known = all.flat().filter((value): value is number => value !== null);
     const [low, high] = [Math.min(...known), Math.max(...known)];
+    const [light, dark] = shade.ends(low, high);
+    this.scale.replaceChildren(`Shade: ${shade.title}, from ${light} to ${dark}. `, el("span", { class: "ramp" }));
     this.cells.forEach((cells, row) => cells.forEach((cell, token) => {
       const value = all[row][token];
       const dark = value === null ? 0 : Math.min(1, Math.max(0, shade.dark(value, low, high)));
@@ -97,11 +100,16 @@ class View {
     this.cells[row][at.token].classList.add("at");
     this.heads[at.token].classList.add("at");
     const cursor = { token: at.token, row };
-    const choose = (index: number) => { this.layer.index = index; this.show(cursor); };
+    // The panels are made anew; the keyboard stays with what it was used on.
+    const choose = (panel: string) => (index: number) => {
+      this.layer.index = index;
+      this.show(cursor);
+      this.panels.querySelector<HTMLElement>(`.${panel} select`)?.focus();
+    };
     this.panels.replaceChildren(
       answers(this.data, this.model, cursor), optimizer(this.model, cursor),
-      attention(this.data, this.model, cursor, this.layer.index, choose),
-      experts(this.model, cursor, this.layer.index, choose), numbers(this.data, this.model, cursor),
+      attention(this.data, this.model, cursor, this.layer.index, choose("attention")),
+      experts(this.model, cursor, this.layer.index, choose("experts")), numbers(this.data, this.model, cursor),
     );
   }
 
@@ -115,7 +123,7 @@ class View {
     const real = left ? ` With early exit the token left after ${left.depths[token]} and predicted ` +
       `“${visible(this.data.pieces[left.says[token]])}” (${percent(left.probability[token])}).` : "";
     return `After “${visible(this.data.pieces[this.data.tokens[token]])}”, ${the(this.model, row)} predicts “${says}” ` +
-      `(${percent(lens.probability[row][token][0])}).${truth} KL divergence to the last loop: ${short(lens.kl[row][token])}. ` +
+      `(${percent(lens.probability[row][token][0])}).${truth} KL divergence to the last loop: ${short(lens.kl[row][token])} nats. ` +
       `The prediction settles at ${the(this.model, lens.settles[token])}.${real}`;
   }
 }
@@ -165,28 +173,30 @@ function exits(models: Model[], views: View[]): HTMLElement {
       const found = exit && Number(exact.value) > 0 ? depths(exit, Number(exact.value), Number(least.value)) : null;
       const real = found ? null : model.left;
       views[index].leave(found ?? real?.depths ?? null);
-      const mean = (all: number[]) => `mean ${short(all.reduce((a, b) => a + b) / all.length)} of ${exit!.values.length} loops`;
-      return real ? `${mean(real.depths)}, measured with early exit (${real.rule})` : exit && found ? mean(found) : "every token runs all loops";
+      const mean = (all: number[]) => `a token runs ${short(all.reduce((a, b) => a + b) / all.length)} of ${exit!.values.length} loops on average`;
+      return real ? `${mean(real.depths)}, measured with early exit (${real.rule})` : found ? mean(found) : "every token runs all loops";
     });
+    const differ = new Set(parts).size > 1;
     const estimated = Number(exact.value) > 0 ? " This is an estimate from a run at full depth: " +
       "a token that really left would also change what later tokens see." : "";
-    const text = `${parts.join("; ")}.${estimated}`;
-    said.textContent = text[0].toUpperCase() + text.slice(1);
+    const text = differ ? parts.map((part, index) => `${models[index].name}: ${part}`).join("; ") : parts[0];
+    said.textContent = `${differ ? text : text[0].toUpperCase() + text.slice(1)}.${estimated}`;
   }
   apply();
-  return el("fieldset", {}, el("legend", {}, "Early exit"),
+  // On a phone the controls would stand between the reader and the grid.
+  return el("details", { class: "exits", open: innerWidth > 600 }, el("summary", {}, "Early exit: what if tokens could leave the loop?"), el("fieldset", {},
     select("a token leaves when its", names.map((name) => [name, SIGNALS[name] ?? name]), (value) => { signal = value; slide(); }),
-    el("label", { class: "control" }, "is below ", slider, exact), el("label", { class: "control" }, "after at least ", least, " loops"), said);
+    el("label", { class: "control" }, "is below ", slider, exact), el("label", { class: "control" }, "after at least ", least, " loops"), said));
 }
 
 async function main(): Promise<void> {
   const page = document.getElementById("page")!;
   const title = [
     el("h1", {}, "Inside the loop"),
-    el("p", { class: "note" }, "The text runs across, the loops run down. Each cell is the model’s top prediction for the " +
-      "next token if it stopped looping there. Point at a cell, tap it, or use the arrow keys for details. Bold and " +
-      "underlined: the prediction is the token that really comes next. Orange bar on top: from here on the prediction no " +
-      "longer changes."),
+    el("p", { class: "note" }, "The text runs across, the loops run down; “start” is before the first loop. Each cell is the model’s " +
+      "top prediction for the next token if it stopped looping there. Point at a cell, tap it, or use the arrow keys for details. ",
+      el("b", { class: "right" }, "Bold and underlined"), ": the prediction is the token that really comes next. ",
+      el("span", { class: "mark" }), " An orange bar on top: from here on the prediction no longer changes."),
   ];
   page.replaceChildren(...title);
   const data = await unpack<Data>();

@@ -1,6 +1,6 @@
 // What stands below the grid: one panel for each question about the cell the cursor is on.
 import { Cursor, Data, Equation, Layer, Model, Quantity, rowName } from "./data";
-import { darken, el, percent, select, short, svg, visible } from "./dom";
+import { darken, el, math, percent, select, short, svg, visible } from "./dom";
 import { cellOf } from "./shade";
 
 function panel(name: string, title: string, ...children: (Node | string)[]): HTMLElement {
@@ -13,18 +13,21 @@ const bar = (share: number) => {
   return node;
 };
 
+const several = (names: string[]) => (names.length > 3 ? `${names.slice(0, 2).join(", ")} and ${names.length - 2} more` : names.join(", "));
+
 export function equation(row: Equation): HTMLElement {
   const parts: [string, string][] = [
     ["target", `t = ${row.target}`], ["start", `Y₀ = ${row.start}`], ["read-out", row.readout],
     ["writes through", `${row.input_map}, ${row.aligned ? "the map it reads through (aligned)" : "not the map it reads through (mismatch)"}`],
     ...row.where.map((text): [string, string] => ["where", text]),
   ];
+  const formulas = [row.rule, "G = xᵀ L′(o)", `o = ${row.projection}`, `L = ${row.objective}`, `η = ${row.step}`,
+    `λ = ${row.decay}`, `x = ${row.input_map}`];
   return el("details", { class: "equation" },
-    el("summary", {}, el("b", {}, row.name), " ", el("span", { class: "math" },
-      `${row.rule},  G = xᵀ L′(o),  o = ${row.projection},  L = ${row.objective},  η = ${row.step},  λ = ${row.decay},  x = ${row.input_map}`)),
+    el("summary", {}, el("b", {}, row.name), row.of?.length ? el("small", {}, ` of ${several(row.of)}`) : "", ...formulas.flatMap((formula) => [" ", math(formula)])),
     el("p", { class: "note" }, (row.steps ? `${row.steps} loops. ` : "") +
       `${row.loop_specific ? "Each loop has its own transition parameters" : "All loops share one transition"}. ${row.summary}`),
-    el("dl", {}, ...parts.flatMap(([name, text]) => [el("dt", {}, name), el("dd", { class: "math" }, text)])));
+    el("dl", {}, ...parts.flatMap(([name, text]) => [el("dt", {}, name), el("dd", {}, math(text))])));
 }
 
 export function answers(data: Data, model: Model, { token, row }: Cursor): HTMLElement {
@@ -62,7 +65,9 @@ function chart(model: Model, quantity: Quantity, { token, row }: Cursor): HTMLEl
   const all = quantity.values.map((tokens) => (tokens ?? []).flat().filter((value): value is number => value !== null));
   const known = all.flat();
   let [low, high] = [Math.min(...known), Math.max(...known)];
-  if (low === high) [low, high] = [low - 0.5, high + 0.5];
+  // What differs in the last digits only is drawn as the level line that it is.
+  const room = 0.02 * Math.max(Math.abs(low), Math.abs(high)) || 1;
+  if (high - low < room) [low, high] = [low - room / 2, high + room / 2];
   const x = (i: number) => LEFT + (i / Math.max(1, model.rows.length - 1)) * (WIDTH - 2 * LEFT);
   const y = (value: number) => 16 + (1 - (value - low) / (high - low)) * (HEIGHT - 36);
   const spans = all.map((values, i) => (values.length
@@ -70,21 +75,31 @@ function chart(model: Model, quantity: Quantity, { token, row }: Cursor): HTMLEl
     : svg("g")));
   const now = cells[row];
   const value = Array.isArray(now) ? now.map(short).join("  ") : short(now);
+  const values = Array.isArray(now) && streams > 1
+    ? now.flatMap((each, stream) => [el("span", { class: `s${stream % 4}` }, short(each)), " "]) : [value];
   return el("figure", { "data-quantity": quantity.key },
     el("figcaption", {}, el("b", {}, quantity.title), ` ${quantity.meaning}`),
-    el("span", { class: "value" }, value),
+    el("span", { class: "value" }, ...values),
     svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${quantity.title}: ${value}` },
       ...spans, svg("line", { x1: x(row), x2: x(row), y1: 14, y2: HEIGHT - 16, class: "cursor" }),
-      label(short(Math.max(...known)), 0, 10, "start"), label(short(Math.min(...known)), 0, HEIGHT - 3, "start"),
+      label(short(high), 0, 10, "start"), label(short(low), 0, HEIGHT - 3, "start"),
       label(rowName(model, row), WIDTH, HEIGHT - 3, "end"),
       ...lines.map((points, stream) => line(points, x, y, `stream s${stream % 4}`)),
       ...lines.map((points, stream) => (points[row] === null ? svg("g")
         : svg("circle", { cx: x(row), cy: y(points[row]!), r: 3, class: `stream s${stream % 4}` })))));
 }
 
+/** The name of a stream in the color and with the dashes of its line. */
+const key = (stream: number) => el("span", { class: `legend s${stream % 4}` },
+  svg("svg", { viewBox: "0 0 26 10", class: "key", "aria-hidden": "true" },
+    svg("path", { d: "M0 5H26", class: `stream s${stream % 4}` })), ` ${stream + 1}`);
+
 export function optimizer(model: Model, at: Cursor): HTMLElement {
+  const cells = model.quantities.flatMap(({ values }) => values.flatMap((tokens) => tokens?.slice(0, 1) ?? []));
+  const streams = Math.max(...cells.map((cell) => (Array.isArray(cell) ? cell.length : 1)));
   return panel("optimizer", "The optimizer’s view",
-    el("p", { class: "note" }, "This token from loop to loop, one line per stream. Gray bars show the range over all tokens."),
+    el("p", { class: "note" }, "This token from loop to loop. Gray bars show the range over all tokens.",
+      ...(streams > 1 ? [" Streams: ", ...Array.from({ length: streams }, (_, i) => [key(i), " "]).flat()] : [])),
     el("div", { class: "charts" }, ...model.quantities.map((quantity) => chart(model, quantity, at))));
 }
 
@@ -115,11 +130,11 @@ export function attention(
   }));
   const list = el("ol", { class: "answers" }, ...source[token].map((from, place) => [from, weight[token][place]])
     .filter(([, share]) => share > 0).map(([from, share]) =>
-      el("li", {}, bar(share), el("bdi", {}, visible(data.pieces[data.tokens[from]])), el("small", {}, ` ${from - token || "itself"}`),
+      el("li", {}, bar(share), el("bdi", {}, visible(data.pieces[data.tokens[from]])), el("small", {}, from === token ? "itself" : `${token - from} back`),
         el("span", { class: "value" }, percent(share)))));
   return panel("attention", "Attention",
     el("div", { class: "controls" }, chooser(model.layers, index, choose)),
-    el("p", { class: "note" }, `Visit ${visit + 1} of ${layer.attention.length}. The eight tokens with the largest weight, averaged over heads.`),
+    el("p", { class: "note" }, `Where the framed token looks: the eight tokens with the largest weight, averaged over heads. Visit ${visit + 1} of ${layer.attention.length} to this layer.`),
     text, list);
 }
 
@@ -134,23 +149,23 @@ export function experts(model: Model, { token, row }: Cursor, index: number, cho
     ...layer.experts.map((visit, i) => el("tr", i === now ? { class: "at" } : {}, el("th", { scope: "row" }, String(i + 1)),
       el("td", {}, visit.chosen[token].map((expert, place) => `${expert} (${short(visit.weight[token][place])})`).join(", ")))));
   const overlap = el("table", { class: "overlap" },
-    el("tr", {}, el("th", {}, "overlap"), ...chosen.map((_, j) => el("th", { scope: "col" }, String(j + 1)))),
+    el("tr", {}, el("th", {}, "visit"), ...chosen.map((_, j) => el("th", { scope: "col" }, String(j + 1)))),
     ...chosen.map((from, i) => el("tr", {}, el("th", { scope: "row" }, String(i + 1)), ...chosen.map((to, j) => {
       const mean = from.reduce((sum, experts, each) => sum + share(experts, to[each]), 0) / from.length;
-      const cell = el("td", {}, `${Math.round(100 * mean)}%`);
+      const cell = el("td", {}, String(Math.round(100 * mean)));
       darken(cell, mean);
       return cell;
     }))));
   return panel("experts", "Experts",
     el("div", { class: "controls" }, chooser(model.layers, model.layers.indexOf(layer), choose)), visits,
-    el("p", { class: "note" }, "Share of experts that two visits have in common, averaged over all tokens:"),
+    el("p", { class: "note" }, "Experts that two visits have in common, in percent, averaged over all tokens:"),
     el("div", { class: "scroll" }, overlap));
 }
 
 /** Everything about one token as a table, which a screen reader can read. */
 export function numbers(data: Data, model: Model, { token, row }: Cursor): HTMLElement {
   const { lens, quantities } = model;
-  const head = ["after", "predicts", "probability", "true token", "its rank", "KL", ...quantities.map((each) => each.title)];
+  const head = ["after", "predicts", "probability", "of the true token", "its rank", "KL to the last loop", ...quantities.map((each) => each.title)];
   const rows = model.rows.map((_, i) => [
     visible(data.pieces[lens.top[i][token][0]]), percent(lens.probability[i][token][0]), percent(lens.true[i][token]),
     String(lens.rank[i][token] ?? "–"), short(lens.kl[i][token]), ...quantities.map(({ values }) => {

@@ -55,7 +55,7 @@ function controls(data: Data, view: View, redraw: () => void): HTMLElement {
       if (value) view.range = value === "1" ? null : [end * (1 - Number(value)), end];
     });
   if (data.groups.length > 1 && data.charts.some((chart) => chart.single))
-    choose("loops of", data.groups.map((group, i) => [String(i), group.name]), String(view.single), (value) => { view.single = Number(value); });
+    choose("charts per loop show", data.groups.map((group, i) => [String(i), group.name]), String(view.single), (value) => { view.single = Number(value); });
   return bar;
 }
 
@@ -87,6 +87,13 @@ function samples(data: Data, view: View): HTMLElement {
       ...rows)));
 }
 
+/** Each file folded away; of many, also their list. */
+function files(all: Data["files"]): HTMLElement[] {
+  const each = all.map(({ name, text }) => el("details", {}, el("summary", {}, el("bdi", {}, name)), el("pre", {}, text)));
+  const shown = all.length > 12 ? [el("details", {}, el("summary", {}, `${all.length} files`), ...each)] : each;
+  return all.length ? [el("h2", {}, "Files"), ...shown] : [];
+}
+
 /** A text with its lines and spaces as they are, and with what would be invisible or turn it around written as its number. */
 const readable = (text: string) => text.split(/([ \n\t])/).map((part) => (/^[ \n\t]$/.test(part) ? part : visible(part))).join("");
 
@@ -112,8 +119,7 @@ async function main(): Promise<void> {
   page.replaceChildren(
     title, toggles(data, view, redraw), bar, ...(first ? [first] : []), differences,
     ...data.equations.map(equation), el("div", { class: "charts" }, ...others), written, ...data.tables.map(table),
-    ...(data.files.length ? [el("h2", {}, "Files")] : []),
-    ...data.files.map(({ name, text }) => el("details", {}, el("summary", {}, el("bdi", {}, name)), el("pre", {}, text))),
+    ...files(data.files),
     ...data.notes.map((note) => el("p", { class: "note" }, note)));
   redraw();
   onScheme(redraw);

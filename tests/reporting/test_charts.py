@@ -105,7 +105,7 @@ def test_runs_smoothing_and_units_are_chosen(page_file, open_page):
     assert "bits per byte" in loss(page).locator("h3").inner_text()
     page.get_by_role("checkbox", name="second").uncheck()
     assert set(values(page)) == {"training", "validation"} and page.locator(".samples td").count() == 1
-    page.get_by_label("loops of", exact=True).select_option(label="second")
+    page.get_by_label("charts per loop show", exact=True).select_option(label="second")
     assert values(page, "state_norm") == {"start": "1", "loop 1": "2", "loop 2": "4"}
 
 

@@ -167,6 +167,31 @@ def test_pointing_shows_and_leaving_returns(tmp_path, open_page):
     assert page.locator(".says h3").inner_text() == "Predictions at loop 1"
 
 
+def test_the_keyboard_alone_reaches_the_grid_and_keeps_its_place_in_a_panel(tmp_path, open_page):
+    page = open_page(look(tmp_path))
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.tagName") == "TD":
+            break
+    page.keyboard.press("ArrowUp")
+    assert page.locator(".says h3").inner_text() == "Predictions at loop 2"
+    for panel in ("attention", "experts"):
+        layers = page.locator(f".{panel} select")
+        layers.focus()
+        before = layers.input_value()
+        page.keyboard.press("ArrowDown")
+        assert layers.input_value() != before and layers.evaluate("node => node === document.activeElement")
+
+
+def test_the_shade_says_what_light_and_dark_are(tmp_path, open_page):
+    page = open_page(look(tmp_path))
+    data = packed((tmp_path / "look.html").read_text())["models"][0]
+    page.locator("select").first.select_option("rank")
+    most = max(rank for row in data["lens"]["rank"] for rank in row if rank is not None)
+    shade = page.locator(".model > .note").inner_text().strip()
+    assert shade == f"Shade: rank of the true next token, from #{most} to #1."
+
+
 def test_two_models_share_the_cursor_and_the_shade(tmp_path, open_page):
     pair = lo.look(model(), TEXT, against=model("vanilla"), tokenizer=Tokenizer.bytes(), out=tmp_path / "pair.html")
     page = open_page(pair.path)

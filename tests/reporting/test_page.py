@@ -234,6 +234,18 @@ def test_an_equation_of_a_shipped_transition_and_no_code_of_others(tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
+def test_equations_of_one_name_say_whose_they_are(tmp_path):
+    runs = []
+    for name, options in (("first", {}), ("second", {"step_init": 0.3}), ("third", {"shared": True})):
+        runs.append(write_run(tmp_path / name, SMALL))
+        (runs[-1] / "config.toml").write_text(
+            config(model={"loop": {"preset": "operloop", "options": options}}).to_toml()
+        )
+    found = packed(report(runs, tmp_path / "out").read_text())["equations"]
+    assert [each["of"] for each in found] == [["first", "second"], ["third"]]
+    assert packed(report(runs[:2], tmp_path / "out").read_text())["equations"][0]["of"] == []
+
+
 def test_a_report_follows_runs_until_they_are_done(tmp_path, monkeypatch):
     folder = write_run(tmp_path / "nano", [line(1, loss=3.0)])
     recipe = (folder / "config.toml").read_text().replace("[train]", "[train]\nsteps = 3")

@@ -28,18 +28,18 @@ def run_page(
         groups=[Group(run.name, style, run.bits_per_byte) for run, style in zip(runs, styles, strict=True)],
         charts=charts(runs),
         tables=[*numbers, *tables],
-        equations=equations_of(_configs(folders)),
+        equations=equations_of(_configs(folders, runs)),
         samples=[each for group, run in enumerate(runs) for each in samples_of(group, run)],
         files={f"{run.name}/{name}": text for run in runs for name, text in run.files.items()},
         watch=watch,
     )
 
 
-def _configs(folders: Iterable[Path]) -> Iterable[Config]:
+def _configs(folders: Iterable[Path], runs: Iterable[Run]) -> Iterable[tuple[str, Config]]:
     """The recipes of runs; one that does not load has no equation, and its numbers are shown all the same."""
-    for folder in folders:
+    for folder, run in zip(folders, runs, strict=True):
         try:
-            yield RunDir(folder).config()
+            yield run.name, RunDir(folder).config()
         except ValueError:
             continue
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -160,20 +161,28 @@ def numbers(values: Iterable[float | None]) -> list[float | None]:
     return [None if value is None or not math.isfinite(value) else float(f"{value:.7g}") for value in values]
 
 
-def equations_of(configs: Iterable[Config]) -> list[dict[str, Any]]:
-    """The distinct equations of models, whatever their number of loops.
+def equations_of(configs: Iterable[tuple[str, Config]]) -> list[dict[str, Any]]:
+    """The distinct equations of models, whatever their number of loops; `of` tells those of one name apart.
 
     A transition of somebody's own has none here: a page executes no code.
     """
     found: list[dict[str, Any]] = []
-    for config in configs:
+    of: list[list[str]] = []
+    for name, config in configs:
         for segment in config.model.segments:
             if segment.loops is None or config.model.loop.preset not in PRESETS:
                 continue
             loop = seeded(0, "equation", lambda m=config.model, loops=segment.loops: build_loop(m, loops))
             equation = equation_of(loop) | {"steps": 0, "parameters": 0}
-            found += [equation] if equation not in found else []
-    return found
+            if equation not in found:
+                found.append(equation)
+                of.append([])
+            of[found.index(equation)].append(clean(name))
+    several = Counter(equation["name"] for equation in found)
+    return [
+        {**equation, "of": list(dict.fromkeys(names)) if several[equation["name"]] > 1 else []}
+        for equation, names in zip(found, of, strict=True)
+    ]
 
 
 def write_report(out: Path, files: Mapping[str, bytes], *, figures: Sequence[str]) -> None:
