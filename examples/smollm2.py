@@ -20,10 +20,12 @@ from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import looptim as lo
+from looptim.hf import recirculate
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 LAYERS = 30
@@ -59,16 +61,18 @@ def passages(tokenizer: Any, count: int, *, length: int, held_out: bool) -> list
 
 
 @torch.no_grad()
-def nats_per_byte(model: Any, texts: list[Passage]) -> Tensor:
-    """Of each passage."""
+def nats_per_byte(model: Any, texts: list[Passage], *, together: bool = False) -> Tensor:
+    """Of each passage, which are run one by one, or as a batch."""
     model.eval()
-    losses = [model(tokens, labels=tokens).loss.item() * (tokens.shape[1] - 1) / size for tokens, size in texts]
-    return torch.tensor(losses)
+    rows = torch.cat([tokens for tokens, _ in texts])
+    logits = model(rows).logits if together else torch.cat([model(row[None]).logits for row in rows])
+    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), rows[:, 1:], reduction="none").sum(1)
+    return losses / torch.tensor([size for _, size in texts])
 
 
-def difference(model: Any, base: Tensor, texts: list[Passage]) -> str:
+def difference(model: Any, base: Tensor, texts: list[Passage], *, together: bool = False) -> str:
     """The mean difference to the base, and its standard error over passages."""
-    more = nats_per_byte(model, texts) - base
+    more = nats_per_byte(model, texts, together=together) - base
     return f"{more.mean():+.4f} ± {more.std() / math.sqrt(len(more)):.4f}"
 
 
@@ -90,20 +94,25 @@ def starts(count: int) -> Iterator[str]:
 
 
 def windows(count: int) -> Iterator[str]:
-    """Four layers looped twice, from every third layer on, by three rules that train nothing."""
+    """Four layers looped, from every third layer on, by rules that train nothing; and recirculation."""
     base, tokenizer = load()
     texts = passages(tokenizer, count, length=256, held_out=True)
     reference = nats_per_byte(base, texts)
     choice = lo.choose_layers(base, [text.tokens for text in texts[:2]])
     yield f"{choice}\n\nbase {reference.mean():.4f} nats per byte, {count} passages of 256 tokens\n"
-    yield "| layers | influence | angle | contraction | vanilla | damped | later loop a tenth |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| layers | influence | angle | contraction | vanilla x2 | damped x2 | damped x6 | operloop x2 |"
+    yield "|---|---|---|---|---|---|---|---|"
+    rules = [("vanilla", 2), ("damped", 2), ("damped", 6), ("operloop", 2)]
     for first in range(0, LAYERS - 3, 3):
-        rules = [("vanilla", {}), ("operloop", {"shared": True}), ("operloop", {})]
-        models = [lo.loop_model(base, layout(first, 4, 2), preset, **options) for preset, options in rules]
+        models = [lo.loop_model(base, layout(first, 4, loops), preset) for preset, loops in rules]
         measured = [choice.influence[first], choice.angle[first], choice.contraction[first]]
         cells = [f"{value:.3f}" for value in measured] + [difference(model, reference, texts) for model in models]
         yield f"| {first} to {first + 3} | {' | '.join(cells)} |"
+    yield "\n| recirculation from | to | alpha | nats per byte over the base |\n|---|---|---|---|"
+    for source, destination, alpha in [(13, 10, 0.1), (25, 5, 0.1), (25, 5, 0.02)]:
+        # It runs token by token, so that all passages go together.
+        twice = recirculate(base, destination, source, alpha=alpha)
+        yield f"| {source} | {destination} | {alpha} | {difference(twice, reference, texts, together=True)} |"
 
 
 def train(count: int, *, updates: int = 60, rate: float = 1e-3) -> Iterator[str]:

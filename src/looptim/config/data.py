@@ -15,6 +15,9 @@ class DataConfig(Strict):
     source: str = Field("stdlib", description="stdlib, a path or glob, hf:NAME, synthetic:NAME, or mixture.")
     mixture: dict[str, float] = Field({}, description="For source = mixture: the other sources and their weights.")
     field: str = Field("text", description="The field that holds the text in jsonl, parquet and hf: rows.")
+    template: str | None = Field(
+        None, description="Set for rows that are conversations: tokenizer (its own chat template), plain, or a path."
+    )
     split: str = Field("train", description="The split of an hf: dataset.")
     name: str | None = Field(None, description="The configuration of an hf: dataset.")
     tokenizer: str = Field("bpe", description="bpe, bytes, the path of a tokenizer.json, or hf:NAME.")

@@ -102,6 +102,11 @@ def find_corpus(config: DataConfig, *, cache: Path, progress: bool, crew: Crew =
                 f"data.valid_fold {fold} leaves a split of {source.name!r} empty: it has too few documents; give more, "
                 "or leave valid_fold out"
             )
+        if config.template is not None:
+            raise ValueError(
+                f"data.valid_fraction {fraction} leaves a split of {source.name!r} empty: it has too few "
+                "conversations; raise it, or set data.valid_source"
+            )
         by = "tail"
     key = digest([_FORMAT, by, fraction, fold, [scan.content for scan in scans]])
     return Corpus(source, valid_source, fraction, fold, by, key, sum(scan.characters for scan in scans))

@@ -125,6 +125,10 @@ class Stream(Protocol):
         """Whether each of these tokens ends a document; None if the end token tells."""
         ...
 
+    def counted(self, start: int, stop: int) -> np.ndarray | None:
+        """Whether each of these tokens has a loss as a target; None if all have."""
+        ...
+
 
 @final
 class PackedDataset(Dataset):
@@ -160,12 +164,15 @@ class PackedDataset(Dataset):
             places[here] = permute(samples[here] % size, size=size, seed=seed, epoch=int(epoch))
         stream, width = self._streams[split], self.seq_len
         packed = np.empty((len(samples), width + 1), dtype=np.int64)
-        ends = np.empty((len(samples), width), dtype=bool)
-        for row, last, place in zip(packed, ends, places, strict=True):
-            row[:] = stream.read(place * width, place * width + width + 1)
-            known = stream.document_ends(place * width, place * width + width)
+        ends, counts = np.empty((2, len(samples), width), dtype=bool)
+        for row, last, count, place in zip(packed, ends, counts, places * width, strict=True):
+            row[:] = stream.read(place, place + width + 1)
+            known = stream.document_ends(place, place + width)
             last[:] = row[:-1] == self.tokenizer.eos if known is None else known
+            known = stream.counted(place + 1, place + width + 1)
+            count[:] = True if known is None else known
         tokens, targets = packed[:, :-1].copy(), packed[:, 1:].copy()
+        targets[~counts] = IGNORE
         if self.mask_boundaries:
             targets[ends] = IGNORE
         return tokens, targets, ends.cumsum(1) - ends

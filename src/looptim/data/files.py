@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, final
 
+from .chat import chat_text
+
 PIECE = 1 << 20
 """Bytes of a text file held at once; longer files are tokenized in pieces that end at a line."""
 
@@ -23,7 +25,10 @@ PIECE = 1 << 20
 @final
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A text that is packed as one unit: a text file, or a row of jsonl, parquet or a dataset."""
+    """A text that is packed as one unit: a text file, or a row of jsonl, parquet or a dataset.
+
+    A conversation is its messages as JSON until `chat.Chats` encodes it.
+    """
 
     digest: bytes
     """The hash of the whole text, which decides the document's split."""
@@ -33,13 +38,15 @@ class Document:
     """The text from its beginning, in pieces that fit in memory."""
 
 
-def row_document(text: Any, *, field: str, where: str) -> Document | None:
-    """The document of a row, or None if it is empty."""
-    if text is None or text == "":
+def row_document(value: Any, *, field: str, chats: bool, where: str) -> Document | None:
+    """The document of a row, which is a conversation if `chats`, or None if it is empty."""
+    if value is None or value == "":
         return None
+    text = chat_text(value, where=f"{where}, field {field!r}") if chats else value
     if not isinstance(text, str):
+        other = ", or data.template if it holds conversations" if isinstance(text, list) else ""
         raise ValueError(
-            f"{where}: field {field!r} holds {type(text).__name__}, not text; set data.field to one that does"
+            f"{where}: field {field!r} holds {type(text).__name__}, not text; set data.field to one that does{other}"
         )
     try:
         encoded = text.encode()
@@ -48,14 +55,16 @@ def row_document(text: Any, *, field: str, where: str) -> Document | None:
     return Document(hashlib.sha256(encoded).digest(), len(text), lambda: [text])
 
 
-def read_documents(path: Path, *, field: str) -> Iterator[Document]:
+def read_documents(path: Path, *, field: str, chats: bool = False) -> Iterator[Document]:
     """The documents of a file, whose type is told by its name; empty ones are left out."""
     kind = Path(path.stem).suffix if _compression(path) else path.suffix
     kind = kind.lower()
     if kind in (".jsonl", ".ndjson"):
-        return _jsonl(path, field)
+        return _jsonl(path, field, chats)
     if kind == ".parquet":
-        return _parquet(path, field)
+        return _parquet(path, field, chats)
+    if chats:
+        raise ValueError(f"{path} is text, and data.template is for conversations; give jsonl or parquet")
     return _text(path)
 
 
@@ -98,7 +107,7 @@ def _decode(decoder: codecs.IncrementalDecoder, data: bytes, path: Path, done: i
         raise ValueError(f"{path} is not UTF-8 at byte {byte}; convert it, or leave it out of data.source") from None
 
 
-def _jsonl(path: Path, field: str) -> Iterator[Document]:
+def _jsonl(path: Path, field: str, chats: bool) -> Iterator[Document]:
     with _reading(path) as file:
         for number, line in enumerate(file, 1):
             where = f"{path}, line {number}"
@@ -113,11 +122,11 @@ def _jsonl(path: Path, field: str) -> Iterator[Document]:
             if not isinstance(row, dict) or field not in row:
                 known = f"the fields {', '.join(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
                 raise ValueError(f"{where} has no field {field!r} but {known}; set data.field to the one with the text")
-            if document := row_document(row[field], field=field, where=where):
+            if document := row_document(row[field], field=field, chats=chats, where=where):
                 yield document
 
 
-def _parquet(path: Path, field: str) -> Iterator[Document]:
+def _parquet(path: Path, field: str, chats: bool) -> Iterator[Document]:
     _pyarrow(path)
     from pyarrow.parquet import ParquetFile
 
@@ -131,9 +140,9 @@ def _parquet(path: Path, field: str) -> Iterator[Document]:
             )
         number = 0
         for batch in table.iter_batches(columns=[field], batch_size=1024):
-            for text in batch.column(0).to_pylist():
+            for value in batch.column(0).to_pylist():
                 number += 1
-                if document := row_document(text, field=field, where=f"{path}, row {number}"):
+                if document := row_document(value, field=field, chats=chats, where=f"{path}, row {number}"):
                     yield document
 
 

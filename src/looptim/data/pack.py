@@ -12,6 +12,7 @@ from typing import Any
 
 from ..base.console import Progress
 from ..base.files import write_whole
+from .chat import Chats
 from .corpus import SPLITS, Corpus, Split, hash_files
 from .shards import Shard, ShardWriter
 from .together import Crew
@@ -20,18 +21,21 @@ from .tokenizer import Tokenizer
 _TOGETHER = 4 << 20
 """Characters to tokenize at once."""
 
+Encoder = Tokenizer | Chats
+"""What makes tokens of documents."""
+
 Note = Callable[[bytes], Any]
 """A consumer of bytes: it hashes them, or keeps them to be hashed in order later."""
 
 
-def pack(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: bool) -> None:
+def pack(corpus: Corpus, encoder: Encoder, folder: Path, progress: bool) -> None:
     """Write both splits of a corpus as shards, with their metadata in meta.json."""
     content, held_out = hashlib.sha256(), hashlib.sha256()
-    writers, valid_bytes = _write(corpus, tokenizer, folder, content.update, held_out.update, progress=progress)
-    _finish(corpus, tokenizer, folder, writers, content.hexdigest(), (held_out.hexdigest(), valid_bytes))
+    writers, valid_bytes = _write(corpus, encoder, folder, content.update, held_out.update, progress=progress)
+    _finish(corpus, encoder, folder, writers, content.hexdigest(), (held_out.hexdigest(), valid_bytes))
 
 
-def pack_together(corpus: Corpus, tokenizer: Tokenizer, folder: Path, crew: Crew, *, progress: bool) -> None:
+def pack_together(corpus: Corpus, encoder: Encoder, folder: Path, crew: Crew, *, progress: bool) -> None:
     """Write the same files, bit for bit, with many processes: each tokenizes its part, and the first joins them."""
 
     def write_part() -> list[int]:
@@ -40,13 +44,13 @@ def pack_together(corpus: Corpus, tokenizer: Tokenizer, folder: Path, crew: Crew
         part = corpus.part(crew.rank, crew.size)
         with (mine / "documents").open("wb") as content, (mine / "held_out").open("wb") as held_out:
             show = progress and crew.rank == 0
-            writers, _ = _write(part, tokenizer, mine, content.write, held_out.write, progress=show)
+            writers, _ = _write(part, encoder, mine, content.write, held_out.write, progress=show)
         return [writers[split].documents for split in SPLITS]
 
     def join(documents: list[list[int]]) -> None:
         parts = [folder / f"part-{rank}" for rank in range(crew.size)]
         with contextlib.ExitStack() as stack:
-            writers = _open_writers(folder, tokenizer, stack)
+            writers = _open_writers(folder, encoder, stack)
             for part, counts in zip(parts, documents, strict=True):
                 for split, count in zip(SPLITS, counts, strict=True):
                     writers[split].add(Shard(part / f"{split}.bin").tokens, end=False)
@@ -56,7 +60,7 @@ def pack_together(corpus: Corpus, tokenizer: Tokenizer, folder: Path, crew: Crew
         held_out = [part / "held_out" for part in parts]
         size = sum(path.stat().st_size for path in held_out)
         content = hash_files(part / "documents" for part in parts)
-        _finish(corpus, tokenizer, folder, writers, content, (hash_files(held_out), size))
+        _finish(corpus, encoder, folder, writers, content, (hash_files(held_out), size))
         for part in parts:
             shutil.rmtree(part)
 
@@ -64,23 +68,23 @@ def pack_together(corpus: Corpus, tokenizer: Tokenizer, folder: Path, crew: Crew
     crew.first_does(lambda: join(documents))
 
 
-def _open_writers(folder: Path, tokenizer: Tokenizer, stack: contextlib.ExitStack) -> dict[Split, ShardWriter]:
+def _open_writers(folder: Path, encoder: Encoder, stack: contextlib.ExitStack) -> dict[Split, ShardWriter]:
     writers: dict[Split, ShardWriter] = {}
     for split in SPLITS:
-        writers[split] = ShardWriter(folder / f"{split}.bin", vocab_size=tokenizer.vocab_size)
+        writers[split] = ShardWriter(folder / f"{split}.bin", vocab_size=encoder.vocab_size)
         stack.callback(writers[split].abandon)
     return writers
 
 
 def _write(
-    corpus: Corpus, tokenizer: Tokenizer, folder: Path, content: Note, held_out: Note, *, progress: bool
+    corpus: Corpus, encoder: Encoder, folder: Path, content: Note, held_out: Note, *, progress: bool
 ) -> tuple[dict[Split, ShardWriter], int]:
     """Write the shards of a corpus; returns the number of held-out bytes."""
     valid_bytes = 0
     with contextlib.ExitStack() as stack:
         title = f"tokenizing {corpus.source.name}"
         shown = stack.enter_context(Progress(title, corpus.characters, show=progress))
-        writers = _open_writers(folder, tokenizer, stack)
+        writers = _open_writers(folder, encoder, stack)
         waiting: list[tuple[Split, str, bool]] = []
         size, last = 0, None
         for document, split, pieces in corpus.parts():
@@ -96,28 +100,28 @@ def _write(
                 waiting.append((split, piece, False))
                 size += len(piece)
                 if size >= _TOGETHER:
-                    _flush(waiting, writers, tokenizer)
+                    _flush(waiting, writers, encoder)
                     shown.advance(size)
                     size = 0
             if started:
                 waiting.append((split, "", True))
-        _flush(waiting, writers, tokenizer)
+        _flush(waiting, writers, encoder)
         shown.advance(size)
         for writer in writers.values():
             writer.close()
     return writers, valid_bytes
 
 
-def _flush(waiting: list[tuple[Split, str, bool]], writers: dict[Split, ShardWriter], tokenizer: Tokenizer) -> None:
-    encoded = tokenizer.encode_many([text for _, text, _ in waiting])
+def _flush(waiting: list[tuple[Split, str, bool]], writers: dict[Split, ShardWriter], encoder: Encoder) -> None:
+    encoded = encoder.encode_many([text for _, text, _ in waiting])
     for (split, _, end), tokens in zip(waiting, encoded, strict=True):
-        writers[split].add([tokenizer.eos] if end else tokens, end=end)
+        writers[split].add(encoder.end if end else tokens, end=end)
     waiting.clear()
 
 
 def _finish(
     corpus: Corpus,
-    tokenizer: Tokenizer,
+    encoder: Encoder,
     folder: Path,
     writers: dict[Split, ShardWriter],
     content: str,
@@ -125,7 +129,7 @@ def _finish(
 ) -> None:
     """Write the metadata, which completes the packing."""
     _check_packed(corpus, writers)
-    meta: dict[str, Any] = {"split_by": corpus.by, "content": content, "tokenizer": tokenizer.hash}
+    meta: dict[str, Any] = {"split_by": corpus.by, "content": content, "tokenizer": encoder.hash}
     for split, writer in writers.items():
         meta |= {f"{split}_tokens": writer.tokens, f"{split}_documents": writer.documents}
     meta |= {"valid_bytes": held_out[1], "valid_hash": held_out[0]}

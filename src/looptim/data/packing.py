@@ -10,11 +10,12 @@ from ..base.console import Progress
 from ..base.files import whole_folder
 from ..config import DataConfig
 from .cache import cache_folder, digest, writing
+from .chat import Chats, ChatShard, contents, find_template
 from .corpus import SPLITS, Corpus, Split, find_corpus
 from .dataset import Dataset, PackedDataset, Stream
 from .graded import GRADED, GradedDataset
 from .mixture import MixedDataset, check_mixture
-from .pack import pack, pack_together
+from .pack import Encoder, pack, pack_together
 from .shards import Shard
 from .sources import find_source, find_valid_source
 from .synthetic import SyntheticDataset
@@ -36,12 +37,14 @@ def open_data(
     """
     if seq_len < 1:
         raise ValueError(f"seq_len {seq_len} must be at least 1")
+    if config.template is not None and (config.source == "stdlib" or config.source.startswith("synthetic:")):
+        raise ValueError(f"data.template is for conversations, and {config.source!r} has none; leave it out")
     if config.source == "mixture" or config.mixture:
         check_mixture(config)
         return _open_mixture(config, vocab_size=vocab_size, seq_len=seq_len, progress=progress, crew=crew)
     if config.source.startswith("synthetic:"):
         return _open_task(config, vocab_size=vocab_size, seq_len=seq_len)
-    files = find_tokens(config.source, config)
+    files = None if config.template else find_tokens(config.source, config)
     cache = cache_folder(config.cache)
     if files is not None:
         return _open_tokens(files, config, vocab_size=vocab_size, seq_len=seq_len, progress=progress, crew=crew)
@@ -49,24 +52,36 @@ def open_data(
     if given is not None:
         _check_size(given, config, vocab_size)
     corpus = find_corpus(config, cache=cache, progress=progress, crew=crew)
-    tokenizer = given or _trained_tokenizer(corpus, vocab_size, cache, progress=progress, crew=crew)
-    folder = cache / "packed" / digest([corpus.key, tokenizer.hash])
+    tokenizer = given or _trained_tokenizer(corpus, config, vocab_size, cache, progress=progress, crew=crew)
+    encoder = tokenizer if config.template is None else _chats(config.template, tokenizer)
+    folder = cache / "packed" / digest([corpus.key, encoder.hash])
     # One process decides for all, since another might already see files that the first has just made.
     if not crew.gather(folder.is_dir())[0]:
         with writing(cache), shared_folder(folder, crew, keep=True) as aside:
             if crew.size == 1:
-                pack(corpus, tokenizer, aside, progress)
+                pack(corpus, encoder, aside, progress)
             else:
-                pack_together(corpus, tokenizer, aside, crew, progress=progress)
+                pack_together(corpus, encoder, aside, crew, progress=progress)
             crew.first_does(lambda: _check_unchanged(corpus, config))
     fingerprint = _fingerprint(folder, config)
     return PackedDataset(
-        {split: Shard(folder / f"{split}.bin") for split in SPLITS},
+        {split: _open_shard(folder / f"{split}.bin", encoder) for split in SPLITS},
         seq_len=seq_len,
         tokenizer=tokenizer,
         fingerprint=fingerprint,
         mask_boundaries=config.mask_boundaries,
     )
+
+
+def _chats(template: str, tokenizer: Tokenizer) -> Chats:
+    """What encodes conversations; the tokenizer keeps the template, so that a run and its export have it."""
+    tokenizer.chat_template = find_template(template, tokenizer)
+    return Chats(tokenizer, tokenizer.chat_template)
+
+
+def _open_shard(path: Path, encoder: Encoder) -> Stream:
+    shard = Shard(path)
+    return ChatShard(shard, encoder.tokenizer.vocab_size) if isinstance(encoder, Chats) else shard
 
 
 def _open_mixture(config: DataConfig, *, vocab_size: int, seq_len: int, progress: bool, crew: Crew) -> MixedDataset:
@@ -155,7 +170,9 @@ def _check_size(tokenizer: Tokenizer, config: DataConfig, vocab_size: int) -> No
         )
 
 
-def _trained_tokenizer(corpus: Corpus, vocab_size: int, cache: Path, *, progress: bool, crew: Crew) -> Tokenizer:
+def _trained_tokenizer(
+    corpus: Corpus, config: DataConfig, vocab_size: int, cache: Path, *, progress: bool, crew: Crew
+) -> Tokenizer:
     path = cache / "tokenizers" / digest([corpus.key, vocab_size, _SAMPLE]) / "tokenizer.json"
 
     def train() -> None:
@@ -167,7 +184,7 @@ def _trained_tokenizer(corpus: Corpus, vocab_size: int, cache: Path, *, progress
             def texts():
                 for text in corpus.sample(_SAMPLE):
                     shown.advance(len(text))
-                    yield text
+                    yield text if config.template is None else contents(text)
 
             tokenizer = Tokenizer.train(texts(), vocab_size=vocab_size)
         with writing(cache), whole_folder(path.parent) as aside:
@@ -198,4 +215,7 @@ def _fingerprint(folder: Path, config: DataConfig) -> dict[str, Any]:
         raise ValueError(
             f"{folder / 'meta.json'} is missing or damaged; delete the folder {str(folder)!r} to have it made again"
         ) from error
+    if config.template is not None:
+        # Bits per byte of JSON would mean nothing.
+        meta = {key: value for key, value in meta.items() if key not in ("valid_bytes", "valid_hash")}
     return {"source": config.source, **meta}

@@ -93,6 +93,9 @@ class Shard:
     def document_ends(self, start: int, stop: int) -> None:
         """None, since every document was packed with an end token."""
 
+    def counted(self, start: int, stop: int) -> None:
+        """None, since every token of a text is a target."""
+
     def _open(self) -> np.ndarray:
         path, way_out = self._path, self._way_out
         try:

@@ -78,15 +78,21 @@ def _local(source: str, config: DataConfig) -> Source:
             f"data.options {sorted(config.options)} are not options of source {source!r}; "
             "they belong to hf: and synthetic: sources"
         )
+    chats = config.template is not None
     paths = _library() if source == "stdlib" else match_files(source)
     sizes = [path.stat().st_size for path in paths]
 
     def read(part: int, parts: int) -> Iterator[Document]:
         for path in cut_evenly(paths, sizes, part, parts):
-            yield from read_documents(path, field=config.field)
+            yield from read_documents(path, field=config.field, chats=chats)
 
     name = f"stdlib of Python {platform.python_version()}" if source == "stdlib" else source
-    return Source(name, digest([config.field, list_files(paths)]), read, scannable=True)
+    return Source(name, digest([config.field, *_marks(config), list_files(paths)]), read, scannable=True)
+
+
+def _marks(config: DataConfig) -> list[str]:
+    """What distinguishes the same rows read as conversations."""
+    return [] if config.template is None else ["chats"]
 
 
 def list_files(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
@@ -147,7 +153,7 @@ def _hugging_face(config: DataConfig, split: str) -> Source:
             f"source {config.source!r} needs datasets; install it with pip install 'looptim[data]'"
         ) from None
     options = {key: value for key, value in config.options.items() if key not in ("max_documents", "valid_split")}
-    limit = config.options.get("max_documents")
+    limit, chats = config.options.get("max_documents"), config.template is not None
     if limit is not None and (type(limit) is not int or limit < 1):
         raise ValueError(f"data.options.max_documents must be a whole number of at least 1, got {limit!r}")
     with _worded(config.source):
@@ -172,11 +178,11 @@ def _hugging_face(config: DataConfig, split: str) -> Source:
                 raise ValueError(
                     f"{where} has no field {config.field!r} but {known}; set data.field to the one with the text"
                 )
-            if document := row_document(row[config.field], field=config.field, where=where):
+            if document := row_document(row[config.field], field=config.field, chats=chats, where=where):
                 yield document
 
     # The hash covers the commit, the configuration, and local files with their times.
-    identity = [config.source, config.field, split, limit, builder.hash, builder.config_id]
+    identity = [config.source, config.field, *_marks(config), split, limit, builder.hash, builder.config_id]
     return Source(config.source, digest(identity), read, scannable=False)
 
 

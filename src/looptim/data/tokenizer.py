@@ -17,6 +17,9 @@ from ..base.files import os_errors_as, write_whole
 EOS = "<|endoftext|>"
 """The end-of-document token of tokenizers made here."""
 
+CHAT_TEMPLATE = "chat_template.jinja"
+"""The file beside a tokenizer that transformers reads its chat template from."""
+
 _KNOWN_EOS = (EOS, "</s>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>", "[SEP]")
 
 
@@ -31,7 +34,14 @@ class Tokenizer:
     'a=é'
     """
 
-    def __init__(self, model: tokenizers.Tokenizer, *, eos: str | None = None):
+    def __init__(
+        self,
+        model: tokenizers.Tokenizer,
+        *,
+        eos: str | None = None,
+        bos: str | None = None,
+        chat_template: str | None = None,
+    ):
         model.no_truncation()
         model.no_padding()
         self.eos_token = eos or next((name for name in _KNOWN_EOS if model.token_to_id(name) is not None), EOS)
@@ -45,6 +55,10 @@ class Tokenizer:
         vocabulary = model.get_vocab(with_added_tokens=True)
         self.eos: int = vocabulary[self.eos_token]
         self.vocab_size: int = max(vocabulary.values()) + 1
+        self.end = (self.eos,)
+        """What follows a document."""
+        self.bos_token = bos if bos in vocabulary else self.eos_token
+        self.chat_template = chat_template
         self.hash = hashlib.sha256(self._text.encode()).hexdigest()
         self._is_bytes = self.vocab_size == 257 and self._text == _byte_model().to_str()
 
@@ -87,7 +101,7 @@ class Tokenizer:
         except Exception as error:
             # tokenizers raises bare Exceptions.
             raise ValueError(f"{path} is not a tokenizer.json of the tokenizers library ({error})") from error
-        return cls(model, eos=_configured_eos(path.with_name("tokenizer_config.json")))
+        return cls(model, **_configured(path.with_name("tokenizer_config.json")))
 
     @classmethod
     def pretrained(cls, name: str) -> Tokenizer:
@@ -97,14 +111,16 @@ class Tokenizer:
             from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
             model = tokenizers.Tokenizer.from_pretrained(name)
-            try:
-                eos = _configured_eos(Path(hf_hub_download(name, "tokenizer_config.json")))
-            except EntryNotFoundError as error:
-                # The repository has no such file, unless we are offline and cannot know.
-                if isinstance(error, LocalEntryNotFoundError):
-                    raise
-                eos = None
-            return cls(model, eos=eos)
+            known: dict[str, str | None] = {}
+            for file in (CHAT_TEMPLATE, "tokenizer_config.json"):
+                try:
+                    # Files of one repository lie beside each other.
+                    known = _configured(Path(hf_hub_download(name, file)).with_name("tokenizer_config.json"))
+                except EntryNotFoundError as error:
+                    # The repository has no such file, unless we are offline and cannot know.
+                    if isinstance(error, LocalEntryNotFoundError):
+                        raise
+            return cls(model, **known)
         except Exception as error:
             # The hub raises many kinds of errors for the same cause.
             reason = (str(error).strip().splitlines() or ["no answer"])[0].rstrip(".")
@@ -121,6 +137,17 @@ class Tokenizer:
         if self._is_bytes:
             return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
         return [encoding.ids for encoding in self._model.encode_batch_fast(texts, add_special_tokens=False)]
+
+    @property
+    def special_tokens(self) -> list[str]:
+        """The spellings of the special tokens."""
+        return [token.content for token in self._model.get_added_tokens_decoder().values() if token.special]
+
+    def encode_written(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The ids of what a chat template has written, its special tokens among them, and where each begins."""
+        model = tokenizers.Tokenizer.from_str(self._text)
+        encoded = model.encode_batch(texts, add_special_tokens=False)
+        return [(np.array(e.ids, np.int64), np.array([start for start, _ in e.offsets], np.int64)) for e in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, without special tokens."""
@@ -142,7 +169,7 @@ class Tokenizer:
         """
         settings: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": self.eos_token,
+            "bos_token": self.bos_token,
             "eos_token": self.eos_token,
             "pad_token": self.eos_token,
             "clean_up_tokenization_spaces": False,
@@ -154,6 +181,8 @@ class Tokenizer:
             write_whole(
                 Path(folder) / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
             )
+            if self.chat_template is not None:
+                write_whole(Path(folder) / CHAT_TEMPLATE, self.chat_template)
 
 
 def _byte_model() -> tokenizers.Tokenizer:
@@ -181,14 +210,17 @@ def _piece(token: str | None, letters: dict[str, int]) -> str:
     return token.replace("▁", " ")
 
 
-def _configured_eos(path: Path) -> str | None:
-    if not path.is_file():
-        return None
+def _configured(path: Path) -> dict[str, str | None]:
+    """The tokens that end and begin a document, and the chat template, as a tokenizer's folder has them."""
+    beside = path.with_name(CHAT_TEMPLATE)
     try:
-        eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        named = {key: known.get(f"{key}_token") for key in ("eos", "bos")}
+        template = beside.read_text(encoding="utf-8") if beside.is_file() else known.get("chat_template")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a tokenizer_config.json ({error})") from error
-    eos = eos.get("content") if isinstance(eos, dict) else eos
-    if eos is not None and not (isinstance(eos, str) and eos):
-        raise ValueError(f"{path}: eos_token must be a text, got {eos!r}; name the token that ends a document")
-    return eos
+    named = {key: token.get("content") if isinstance(token, dict) else token for key, token in named.items()}
+    for key, token in named.items():
+        if token is not None and not (isinstance(token, str) and token):
+            raise ValueError(f"{path}: {key}_token must be a text, got {token!r}; name a token of the tokenizer")
+    return named | {"chat_template": template if isinstance(template, str) else None}

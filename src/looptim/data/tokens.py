@@ -56,6 +56,9 @@ class TokenStream:
         """The tokens from `start` to `stop`."""
         return np.concatenate([file.tokens[a:b] for file, a, b in self._pieces(start, stop)])
 
+    def counted(self, start: int, stop: int) -> None:
+        """None, since every token is a target."""
+
     def document_ends(self, start: int, stop: int) -> np.ndarray | None:
         """Whether each of these tokens ends a document; None if the end token tells."""
         if self.files[0].ends is None:

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from ..base.files import whole_folder, write_whole
 from ..config import Config
-from ..data import task_options
+from ..data import Tokenizer, task_options
 from ..loading import load, no_progress_bar, wrap
 from ..rundir import RunDir
 from ..training.gate import recorded_code
@@ -56,7 +56,10 @@ def _export_decoder(folder: RunDir, config: Config, out: Path) -> Path:
     model = load_trained(folder, config)
     with _writing(out) as aside:
         model.save_pretrained(aside)
-        AutoTokenizer.from_pretrained(config.pretrained.folder, local_files_only=True).save_pretrained(aside)
+        tokenizer = AutoTokenizer.from_pretrained(config.pretrained.folder, local_files_only=True)
+        # The template of the conversations it was trained on may be another.
+        tokenizer.chat_template = Tokenizer.load(folder.tokenizer).chat_template
+        tokenizer.save_pretrained(aside)
         write_whole(aside / "README.md", write_card(folder, config, model))
     return out
 
