@@ -196,7 +196,7 @@ class _Probe:
         # A module that checks whether gradients are on must not behave better here than in training.
         gradient = torch.enable_grad() if self.module.training else torch.no_grad()
         with gradient, torch.random.fork_rng(devices=[]), observed(self.module, facts):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             start = torch.get_rng_state()
             try:
                 output = self.module(_wanting_gradient(given), self.blocks) if alone else self.module(given)
@@ -260,7 +260,7 @@ def find_leak_at(loop: Loop, rows: int, tokens: int, *, steps: int | None = None
 
     def output(given: Tensor) -> Tensor:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.autocast("cpu", torch.bfloat16, bf16):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             return twin(_wanting_gradient(given), blocks, depth=depth).detach().float()
 
     given, rounding = output(e), ROUNDING[bf16]

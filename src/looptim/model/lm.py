@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ..config import ModelConfig
 from ..loop import Depth, Loop
 from ..loop.depth import Fixed
+from ..loop.loop import LoopState
 from .attention import Attend
 from .block import Block
 from .build import build_block, build_loop, derive, draw_seed, seeded
@@ -21,7 +22,7 @@ from .head import IGNORE, Head
 from .layout import Layout
 from .moe import MoEStats, Router
 from .norm import RMSNorm
-from .visits import HeldKeys, Reading, Visit, make_visits
+from .visits import HeldKeys, Reading, Visit, make_visits, of_the_live
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -164,45 +165,23 @@ class LoopedBody(nn.Module):
         if documents is not None:
             self.check_documents()
         layout = Layout.of(self._with_depth(depth, len(h)))
-        readings = layout.readings(depth is not None and depth.through_coda)
-        made = make_visits([*layout.layers, *readings], h, positions, attend, documents)
-        visits, later = iter(made), made[len(layout.layers) :]
-        loops = iter(cast("list[Loop]", list(self.loops)))
+        through_coda = depth is not None and depth.through_coda
+        visits, readings = make_visits(layout, h, positions, attend, documents, through_coda=through_coda)
         told: list[tuple[int, MoEStats]] = []
         depths: list[Tensor] = []
         early: list[Tensor] = []
-        for segment in layout.segments:
-            seen: list[list[tuple[int, MoEStats]]] = [[] for _ in segment.steps]
-            rows = [[next(visits) for _ in layers] for layers in segment.steps]
-            walk, held, loop = None, None, next(loops) if segment.looped else None
-            read = self.reader()
-            if loop is not None:
-                run = partial(self.run, told=None, observe=None)
-                read = Reading(run, read, later, len(rows) - 1) if later and read is not None else read
-                walk = loop.begin(h, depth or Fixed(len(rows)), decode=read)
-                held = HeldKeys(walk) if walk.policy.leaves else None
-                if isinstance(read, Reading):
-                    read.held = HeldKeys(walk)
-            steps = [
-                partial(self.run, visits=row, told=into if stats else None, observe=observe, held=held)
-                for row, into in zip(rows, seen, strict=True)
-            ]
-            if loop is None:
-                h = steps[0](h)
-                # The coda's experts are balanced for the read-out that the model is used with, the last one.
-                early = [self.run(each, visits=rows[0], told=None, observe=None, held=None) for each in early]
-            else:
-                backward = {"grad_steps": grad_loops, "recompute": self.checkpointing}
-                h, state = loop(h, steps, depth=walk, return_state=True, **backward)
-                if held is not None and attend is not None:
-                    held.skip(visit for row in rows[len(state.live) :] for visit in row)
-                    if isinstance(read, Reading):
-                        read.skip()
-                # What a sequence computes while it waits, or after it has left, is not counted.
-                seen = [_of_the_live(some, live) for some, live in zip(seen, state.live, strict=False)]
+        loops = iter(cast("list[Loop]", list(self.loops)))
+        options = {"depth": depth, "grad_steps": grad_loops, "stats": stats, "observe": observe}
+        for segment, rows in zip(layout.segments, visits, strict=True):
+            if segment.looped:
+                h, state, reports = self._loop(next(loops), h, rows, readings, cached=attend is not None, **options)
+                told += reports
                 depths.append(state.depth)
                 early = list(state.reads)
-            told += [each for some in seen for each in some]
+            else:
+                h = self.run(h, rows[0], told=told if stats else None, observe=observe)
+                # The coda's experts are balanced for the read-out that the model is used with, the last one.
+                early = [self.run(each, rows[0]) for each in early]
         return Hidden(self.norm(h), told, tuple(depths), tuple(map(self.norm, early)))
 
     def reader(self) -> Callable[[Tensor], Tensor] | None:
@@ -220,14 +199,48 @@ class LoopedBody(nn.Module):
         own = counts == {segment.loops for segment in self.config.segments if segment.loops is not None}
         return self.config if own else self.config.with_loops(max(counts))
 
+    def _loop(
+        self,
+        loop: Loop,
+        h: Float[Tensor, "B T d"],
+        rows: Sequence[Sequence[Visit]],
+        readings: Sequence[Visit],
+        *,
+        depth: Depth | None,
+        grad_steps: int | None,
+        stats: bool,
+        observe: Callable[[Tensor], None] | None,
+        cached: bool,
+    ) -> tuple[Float[Tensor, "B T d"], LoopState, list[tuple[int, MoEStats]]]:
+        """Run one loop, whose steps visit `rows`: what it returns, its state, and what its MoE layers report."""
+        decode = self.reader()
+        reading = Reading(self.run, decode, readings, len(rows) - 1) if readings and decode is not None else None
+        walk = loop.begin(h, depth or Fixed(len(rows)), decode=decode if reading is None else reading)
+        held = HeldKeys(walk) if walk.policy.leaves else None
+        if reading is not None:
+            reading.held = HeldKeys(walk)
+        seen: list[list[tuple[int, MoEStats]]] = [[] for _ in rows]
+        steps = [
+            partial(self.run, visits=row, told=into if stats else None, observe=observe, held=held)
+            for row, into in zip(rows, seen, strict=True)
+        ]
+        h, state = loop(h, steps, depth=walk, return_state=True, grad_steps=grad_steps, recompute=self.checkpointing)
+        if held is not None and cached:
+            held.skip(visit for row in rows[len(state.live) :] for visit in row)
+            if reading is not None:
+                reading.skip()
+        # What a sequence computes while it waits, or after it has left, is not counted.
+        reports = [of_the_live(some, live) for some, live in zip(seen, state.live, strict=False)]
+        return h, state, [report for some in reports for report in some]
+
     def run(
         self,
         h: Tensor,
-        *,
         visits: Sequence[Visit],
-        told: list[tuple[int, MoEStats]] | None,
-        observe: Callable[[Tensor], None] | None,
-        held: HeldKeys | None,
+        *,
+        told: list[tuple[int, MoEStats]] | None = None,
+        observe: Callable[[Tensor], None] | None = None,
+        held: HeldKeys | None = None,
     ) -> Tensor:
         """Run some unrolled layers in order; what their MoE layers report is appended to `told` if it is given."""
         # Recomputation is per block: only the blocks' inputs are kept, and blocks are run again one at a time.
@@ -315,18 +328,6 @@ class LoopedLM(LoopedBody):
             loads.setdefault(f"blocks.{block}.feedforward", []).append(s.load.sum(0))
         loss = supervised if auxiliary is None else supervised + self.config.aux_coefficient * auxiliary
         return Output(loss, cross_entropy, supervised, {name: torch.stack(rows) for name, rows in loads.items()})
-
-
-def _of_the_live(stats: list[tuple[int, MoEStats]], live: Tensor | bool) -> list[tuple[int, MoEStats]]:
-    """What MoE layers report about the sequences that took the step; they leave out single tokens themselves."""
-    if not isinstance(live, Tensor):
-        return stats
-    live = live if live.dim() == 1 else live.any(1)
-    # Where sequences that have left leave the batch too, there is nothing of them.
-    return [
-        (block, seen if len(seen.load) < len(live) else MoEStats(seen.load[live], seen.aux_loss[live]))
-        for block, seen in stats
-    ]
 
 
 def auxiliary_loss(stats: Sequence[tuple[int, MoEStats]]) -> Tensor | None:

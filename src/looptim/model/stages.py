@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast, final
 
 import torch
@@ -15,7 +16,7 @@ from ..loop.loop import LoopState
 from .attention import Attend
 from .layout import Layout
 from .lm import LoopedBody
-from .visits import Visit, make_visits
+from .visits import make_visits
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -54,13 +55,12 @@ class Stages:
         at = find_loop(layout)
         self.body = body
         self.loop = cast(Loop, body.loops[0])
-        visits = iter(make_visits(layout.layers, h, positions, attend, None))
-        rows = [[[next(visits) for _ in layers] for layers in segment.steps] for segment in layout.segments]
+        rows, _ = make_visits(layout, h, positions, attend, None)
         self.before, self.steps, self.after = rows[:at], rows[at], rows[at + 1 :]
 
     def begin(self, h: Float[Tensor, "B T d"], steps: int) -> Begun:
         """From embeddings through the prelude and the first steps of the loop."""
-        e = self._run(h, [visit for segment in self.before for row in segment for visit in row])
+        e = self.body.run(h, [visit for segment in self.before for row in segment for visit in row])
         return Begun(e, self._loop(e, None, steps))
 
     def go_on(self, begun: Begun) -> Begun:
@@ -70,14 +70,11 @@ class Stages:
     def finish(self, begun: Begun) -> Float[Tensor, "B T d"]:
         """The coda's normed output."""
         h = self.loop.readout(begun.state.Y)
-        return self.body.norm(self._run(h, [visit for segment in self.after for row in segment for visit in row]))
+        return self.body.norm(self.body.run(h, [visit for segment in self.after for row in segment for visit in row]))
 
     def _loop(self, e: Tensor, start: LoopState | None, steps: int) -> LoopState:
-        blocks = [lambda o, row=row: self._run(o, row) for row in self.steps]
+        blocks = [partial(self.body.run, visits=row) for row in self.steps]
         return self.loop(e, blocks, depth=Fixed(steps), start=start, return_state=True)[1]
-
-    def _run(self, h: Tensor, visits: Sequence[Visit]) -> Tensor:
-        return self.body.run(h, visits=visits, told=None, observe=None, held=None)
 
 
 def find_loop(layout: Layout) -> int:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..loop.walk import Walk
 from .attention import Attend, causal_attention, document_starts
-from .layout import LayerSpec
+from .layout import Layout
+from .moe import MoEStats
 from .rope import rope_table
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class Reading:
         self.waiting = [visits[first : first + size] for first in range(0, len(visits), size)]
 
     def __call__(self, h: Float[Tensor, "B T d"]) -> Float[Tensor, "B T vocab"]:
-        return self.head(self.run(h, visits=self.waiting.pop(0), held=self.held))
+        return self.head(self.run(h, self.waiting.pop(0), held=self.held))
 
     def skip(self) -> None:
         """Give slots of a cache that the coda does not come to what they keep."""
@@ -120,18 +121,21 @@ class Reading:
 
 
 def make_visits(
-    layers: Sequence[LayerSpec],
+    layout: Layout,
     h: Float[Tensor, "B T d"],
     positions: Int[Tensor, "*B T"] | None,
     attend: Sequence[Attend] | None,
     documents: Int[Tensor, "B T"] | None,
-) -> list[Visit]:
-    """Every unrolled layer, with all its block is called with."""
+    *,
+    through_coda: bool = False,
+) -> tuple[list[list[list[Visit]]], list[Visit]]:
+    """Every unrolled layer, with all its block is called with: by segment and step, and then those of `readings`."""
     starts = None if documents is None else document_starts(documents)
     if positions is None:
         positions = torch.arange(h.shape[1], device=h.device)
         positions = positions if starts is None else positions - starts
     dtype = torch.promote_types(h.dtype, torch.float32)
+    layers = [*layout.layers, *layout.readings(through_coda)]
     kinds = dict.fromkeys(layer.attention for layer in layers)
     rope = {kind: rope_table(positions, kind.rotary_width, kind.theta, dtype=dtype) for kind in kinds}
     if attend is None:
@@ -140,7 +144,23 @@ def make_visits(
     assert len(attend) == len(layers)
     # The number of a visit is a tensor, so that a compiled block takes it as data and is compiled once for all.
     numbers = torch.arange(1 + max(layer.visit for layer in layers), device=h.device).unbind()
+    visits = iter(
+        [
+            Visit(layer.block, slot, rope[layer.attention], numbers[layer.visit])
+            for layer, slot in zip(layers, attend, strict=True)
+        ]
+    )
+    by_step = [[[next(visits) for _ in step] for step in segment.steps] for segment in layout.segments]
+    return by_step, list(visits)
+
+
+def of_the_live(stats: list[tuple[int, MoEStats]], live: Tensor | bool) -> list[tuple[int, MoEStats]]:
+    """What MoE layers report about the sequences that took the step; they leave out single tokens themselves."""
+    if not isinstance(live, Tensor):
+        return stats
+    live = live if live.dim() == 1 else live.any(1)
+    # Where sequences that have left leave the batch too, there is nothing of them.
     return [
-        Visit(layer.block, slot, rope[layer.attention], numbers[layer.visit])
-        for layer, slot in zip(layers, attend, strict=True)
+        (block, seen if len(seen.load) < len(live) else MoEStats(seen.load[live], seen.aux_loss[live]))
+        for block, seen in stats
     ]

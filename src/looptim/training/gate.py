@@ -54,7 +54,7 @@ def check_loop(loop: Loop) -> None:
 def small_copy(width: int, build: Callable[[int], Loop], small: int = SMALL) -> Loop:
     """The loop that `build` returns for a width, or a narrower one that is faster to check."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         try:
             return build(min(width, max(small, 8)))
         except ValueError:
@@ -106,7 +106,7 @@ def _find_far(config: Config, steps: int) -> str | None:
     if found is not None or narrow.width == model.width:
         return found
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         return find_leak_at(build_loop(model, steps), *shape, **how)
 
 
