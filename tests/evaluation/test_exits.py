@@ -8,7 +8,8 @@ import torch
 from support import config, packed
 
 import looptim as lo
-from looptim.evaluation.exits import Pair, _oracle, evaluate_exits, run_exits, upper_bound
+from looptim.evaluation.exits import Pair, _oracle, _screened, evaluate_exits, run_exits
+from looptim.evaluation.frontier import upper_bound
 from looptim.loop.depth import Exit, Fixed, PerToken
 from looptim.model import IGNORE
 from looptim.reporting.exits import read_exits, report_exits
@@ -58,10 +59,21 @@ def test_an_oracle_weighs_loss_against_loops_and_a_bound_holds():
     losses = torch.tensor([3.0, 2.0, 1.9]).reshape(3, 1, 1).expand(3, 1, 2)
     targets = torch.tensor([[5, IGNORE]])
     for price, depth in ((0.01, 3), (0.5, 2), (2.0, 1)):
-        assert _oracle([Pair(targets, targets)], [losses], price)[0].counts.tolist() == [[depth, 3]]
+        for more in (0, 1):
+            [policy] = _oracle([Pair(targets, targets)], [losses], price, more)
+            assert policy.counts.tolist() == [[min(depth + more, 3), 3]]
     generator = np.random.default_rng(0)
     held = [upper_bound(generator.normal(1.0, 2.0, 12), 0.9) >= 1.0 for _ in range(2000)]
     assert 0.88 < np.mean(held) < 0.92
+
+
+def test_what_is_screened_with_patience_reads_a_later_loss():
+    model, given = small_model(), pair()
+    losses, _ = read_every_loop(model, *given)
+    values, known = torch.tensor([0.1, 0.5]).reshape(2, 1, 1).expand(2, 4, 12), given.targets != IGNORE
+    for threshold, patience, loops in ((0.0, 1, 3), (0.2, 0, 1), (0.2, 1, 2), (0.2, 5, 3)):
+        [row] = _screened(model, [given], [values], [Exit("residual", threshold, patience=patience)])
+        assert row["loops"] == loops and row["loss"] == pytest.approx(losses[loops - 1][known].mean().item(), rel=1e-5)
 
 
 def test_a_gate_learns_where_a_loop_helps():
@@ -85,11 +97,12 @@ def test_a_run_is_evaluated_and_reported(tmp_path):
     run = lo.train(recipe, tmp_path / "run", progress=False)
     record = evaluate_exits(run, windows=8, quiet=True)
     assert [round(row["loops"]) for row in record["static"]] == [1, 2, 3]
-    assert set(record["signals"]) == {*lo.signals.SIGNALS, "gate"}
+    assert set(record["signals"]) == {*lo.signals.SIGNALS, "gate", "residual+1"}
     for name, row in record["signals"].items():
         assert 1 <= row["chosen"]["loops"] <= 3 and sum(row["histogram"]) == pytest.approx(1)
         loops = [point["loops"] for point in row["curve"]]
         assert (min(loops) < 3 or name == "acceleration") and len(row["screened"]) == len(loops)
+        assert name != "residual+1" or row["histogram"][0] == 0
     assert record["flops"]["full"] >= record["flops"]["spent"] and set(record["speed"]) == {"1", "8", "32"}
     page = report_exits(read_exits([run]), tmp_path / "report")
     [chart] = packed(page.read_text())["charts"]

@@ -95,8 +95,8 @@ def test_every_signal_decodes(signal, threshold):
 @torch.no_grad()
 def test_readings_through_the_coda_and_batches_that_sequences_leave_decode(mode):
     model = wrapped(layout="1-1x4-2", pattern="SF")
-    for signal, threshold in (("kl_coda", 0.05), ("residual", spread(model).threshold)):
-        depth = Exit(signal, threshold, mode=mode)
+    for signal, threshold, patience in (("kl_coda", 0.05, 0), ("residual", spread(model).threshold, 1)):
+        depth = Exit(signal, threshold, mode=mode, patience=patience)
         hidden = model.looped.hidden(model.looped.embed(tokens()), depth=depth)
         assert hidden.depth[0].unique().numel() > 1
         model.set_depth(depth)

@@ -82,6 +82,19 @@ def test_no_threshold_is_the_whole_loop_and_an_infinite_one_is_one_step(name):
         assert torch.equal(h, first(e, torch.tanh))
 
 
+@pytest.mark.parametrize("patience", [1, 2, 9])
+def test_with_patience_a_token_leaves_some_steps_later(patience):
+    loop, e = loop_and_input()
+    threshold = values_of("residual", loop, e)[:3].median().item()
+    at_once = loop(e, blocks, depth=Exit("residual", threshold), return_state=True)[1].depth
+    for mode in ("end", "mask", "compact"):
+        later = Exit("residual", threshold, patience=patience, mode=mode)
+        state = loop(e, blocks, depth=later, return_state=True)[1]
+        assert torch.equal(state.depth, (at_once + patience).clamp(max=5))
+        replayed = loop(e, blocks, depth=PerToken(state.depth), return_state=True)[1]
+        torch.testing.assert_close(state.Y, replayed.Y, rtol=0, atol=1e-13)
+
+
 def test_a_ragged_batch_is_each_row_alone_and_replays():
     loop, e = loop_and_input("operloop_nesterov")
     depth = Exit("change", values_of("change", loop, e).median().item())
@@ -156,6 +169,9 @@ def test_a_gate_lets_out_by_the_probability_of_being_inside():
         (lambda: Exit("residual", 0.1, minimum=0), "minimum must be a whole number of at least 1, got 0"),
         (lambda: Exit("residual", 0.1, mode="fast"), "unknown mode 'fast'"),
         (lambda: Exit("residual", 0.1, prompt=-1), "prompt must be a whole number of tokens, got -1"),
+        (lambda: Exit("residual", 0.1, patience=0.5), "patience must be a whole number of steps, got 0.5"),
+        (lambda: parse_depth("residual+soon:0.1"), "depth 'residual.soon:0.1' does not parse"),
+        (lambda: parse_depth("residual+-1:0.1"), "patience must be a whole number of steps, got -1"),
         (lambda: run(Exit("kl", 0.1)), "the signal kl looks at predictions, which take a model's head"),
         (lambda: run(Exit("residual", 0.1, minimum=9)), "minimum .9. must not exceed the 5 steps of operloop"),
         (lambda: run(Exit("residual", 0.1), grad_steps=1), "grad_steps keeps the gradient of the last steps"),
@@ -182,6 +198,8 @@ def test_an_exit_is_written_on_a_command_line():
     assert (depth.signal.name, depth.threshold, depth.minimum, depth.maximum) == ("kl", 1e-3, 2, 8)
     assert str(depth) == "kl < 0.001, minimum 2, maximum 8, prefill with exits"
     assert str(Exit("kl", 0.1, prompt=9)).endswith(", the first 9 tokens at full depth")
+    assert parse_depth("change+2:0.1").patience == 2
+    assert str(parse_depth("change+2:0.1")).startswith("change < 0.1, 2 more, minimum 1")
     predicting = {"kl", "entropy", "margin"}
     assert set(SIGNALS) == {"residual", "change", "acceleration"} | predicting | {f"{name}_coda" for name in predicting}
 

@@ -120,14 +120,16 @@ def test_a_ragged_batch_is_each_row_alone_and_replays(signal):
 
 
 @pytest.mark.parametrize(
-    ("preset", "signal", "dense"), [("operloop_heavyball", "acceleration", 0), ("vanilla", "kl_coda", 9)]
+    ("preset", "signal", "dense", "patience"),
+    [("operloop_heavyball", "acceleration", 0, 0), ("vanilla", "kl_coda", 9, 0), ("operloop", "residual", 9, 1)],
 )
 @torch.no_grad()
-def test_a_batch_that_sequences_leave_computes_what_a_mask_does(preset, signal, dense):
+def test_a_batch_that_sequences_leave_computes_what_a_mask_does(preset, signal, dense, patience):
     model, x = model_of(preset, dense_layers=dense).double(), tokens(8, 2)
     found = spread(model, x, signal)
     masked, compact = (
-        model.hidden(model.embed(x), depth=Exit(signal, found.threshold, mode=mode)) for mode in ("mask", "compact")
+        model.hidden(model.embed(x), depth=Exit(signal, found.threshold, mode=mode, patience=patience))
+        for mode in ("mask", "compact")
     )
     assert torch.equal(compact.depth[0], masked.depth[0])
     torch.testing.assert_close(compact.h, masked.h, rtol=0, atol=1e-11)
@@ -136,7 +138,7 @@ def test_a_batch_that_sequences_leave_computes_what_a_mask_does(preset, signal, 
     assert deepest.min() < 4
     seen = []
     model.blocks[1].register_forward_pre_hook(lambda block, args: seen.append(len(args[0])))
-    model(x, depth=Exit(signal, found.threshold, mode="compact"))
+    model(x, depth=Exit(signal, found.threshold, mode="compact", patience=patience))
     assert seen == [int((deepest > step).sum()) for step in range(int(deepest.max()))]
 
 

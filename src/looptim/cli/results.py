@@ -49,7 +49,7 @@ def evaluate(
     from ..rundir import RunDir
 
     if exits:
-        if suite or tasks or depth or loops:
+        if suite or tasks or depth or loops or limit or allow_code or unisolated:
             raise ValueError("--exits chooses depths on the run's own held-out text; leave the other options out")
         _evaluate_exits(run, out, json)
         return
@@ -85,8 +85,8 @@ def _evaluate_exits(run: str, out: str | None, json: bool) -> None:
     page = report_exits([record], Path(record["file"]).parent)
     if json:
         print_json(record)
-    else:
-        print(page.with_name("exits.md").read_text(encoding="utf-8"))
+        return
+    print(page.with_name("exits.md").read_text(encoding="utf-8"))
     print(page)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, cast, final
 
 import numpy as np
 import torch
-from scipy import stats
 from torch import Tensor
 
 from ..base.console import Progress
@@ -23,6 +23,7 @@ from ..model import IGNORE, LoopedLM
 from ..model.layout import Layout
 from ..rundir import Evaluation, RunDir
 from ..training.exit_gate import read_every_loop, token_losses, train_gate
+from .frontier import compare, upper_bound
 from .kinds import depth_by_kind
 from .speed import decoding_speed, flops_of
 
@@ -33,6 +34,8 @@ PRICES = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3)
 GATE_STEPS = 100
 OURS = "residual"
 """The signal whose thresholds are reported in full: the local objective."""
+PATIENT = f"{OURS}+1"
+"""The same with one more loop: so that others read the keys of a token after its answer is written."""
 
 
 class Pair(NamedTuple):
@@ -124,7 +127,7 @@ def evaluate_exits(
     For each signal thresholds are tried from the safest on, for real, until one is not shown, at `confidence`, to raise
     the loss by at most the share `risk` (of a loss below 1 nat: by `risk` nats); the last that was is chosen. One after
     another in a fixed order, these tests need no correction for their number. `only` names the signals to try beside
-    the local objective; by default all.
+    the local objective, such as `kl` or, with a patience, `kl+1`; by default all, and the local objective's patience.
     """
     if not 0 < risk < 1 or not 0.5 <= confidence < 1:
         raise ValueError(f"risk and confidence must be shares, confidence at least 0.5; got {risk} and {confidence}")
@@ -136,11 +139,11 @@ def evaluate_exits(
     size = min(32, windows // 4)
     choose, report = _pairs(data, windows // 2, size, first=0), _pairs(data, windows // 2, size, first=1)
     with Progress("exits", show=not quiet) as progress:
-        signals = _signals(model, data, size, only)
-        heard = listen(model, choose, signals)
+        rules = _rules(model, data, size, only)
+        heard = listen(model, choose, {name.partition("+")[0]: cast(Signal, rule(0).signal) for name, rule in rules})
         rows = {
-            name: _one_signal(model, signal, heard[name], choose, report, risk, confidence)
-            for name, signal in signals.items()
+            name: _one_signal(model, rule, heard[name.partition("+")[0]], choose, report, risk, confidence)
+            for name, rule in rules
         }
         progress.advance(1)
         record = {
@@ -159,7 +162,7 @@ def evaluate_exits(
             "signals": rows,
             **_controls(model, data, report, rows[OURS]),
         }
-        _compare(record)
+        compare(record)
         best = Exit(OURS, rows[OURS]["chosen"]["threshold"])
         shown = run_exits(model, report, [best] * len(report))
         record["kinds"] = depth_by_kind(report, shown.depths, tokenizer, data)
@@ -171,12 +174,18 @@ def evaluate_exits(
     return record | {"file": str(files.result)}
 
 
-def _signals(model: LoopedLM, data: Dataset, size: int, only: Sequence[str] | None) -> dict[str, Signal]:
-    """The signals that a model has, with a gate trained for it, or some of them."""
-    names = [*SIGNALS, "gate"] if only is None else [*dict.fromkeys([OURS, *only])]
-    made = {name: train_gate(model, _training(data, size)) if name == "gate" else find_signal(name) for name in names}
-    coda = Layout.of(model.config).coda
-    return {name: signal for name, signal in made.items() if coda or signal.asks != "coda"}
+def _rules(
+    model: LoopedLM, data: Dataset, size: int, only: Sequence[str] | None
+) -> list[tuple[str, Callable[[float], Exit]]]:
+    """The exits that a model may have by their threshold, with a gate trained for it, or some of them."""
+    names = [*SIGNALS, "gate", PATIENT] if only is None else [*dict.fromkeys([OURS, *only])]
+    coda, rules = Layout.of(model.config).coda, []
+    for name in names:
+        signal, _, patience = name.partition("+")
+        made = train_gate(model, _training(data, size)) if signal == "gate" else find_signal(signal)
+        if coda or made.asks != "coda":
+            rules.append((name, partial(Exit, made, patience=int(patience or 0))))
+    return rules
 
 
 def _pairs(data: Dataset, windows: int, size: int, *, first: int) -> list[Pair]:
@@ -194,7 +203,7 @@ def _training(data: Dataset, size: int) -> list[tuple[Tensor, Tensor]]:
 
 def _one_signal(
     model: LoopedLM,
-    signal: Signal,
+    rule: Callable[[float], Exit],
     heard: list[Tensor],
     choose: Sequence[Pair],
     report: Sequence[Pair],
@@ -208,21 +217,21 @@ def _one_signal(
     levels = LEVELS if len(values) else ()
     # What is never negative may be rounded to it.
     thresholds = sorted({max(float(torch.quantile(values[:1_000_000], level)), 0.0) for level in levels}) or [0.0]
-    full = run_exits(model, choose, [Exit(signal, 0.0)] * len(choose))
+    full = run_exits(model, choose, [rule(0.0)] * len(choose))
     accepted, open_ = 0.0, True
     curve = []
     for threshold in thresholds:
-        depth = Exit(signal, threshold)
+        depth = rule(threshold)
         if open_:
             tried = run_exits(model, choose, [depth] * len(choose))
             open_ = upper_bound(tried.by_window - full.by_window, confidence) <= risk * max(full.loss, 1.0)
             accepted = threshold if open_ else accepted
         curve.append({"threshold": threshold, **run_exits(model, report, [depth] * len(report)).numbers()})
-    chosen = run_exits(model, report, [Exit(signal, accepted)] * len(report))
-    full = run_exits(model, report, [Exit(signal, 0.0)] * len(report))
+    chosen = run_exits(model, report, [rule(accepted)] * len(report))
+    full = run_exits(model, report, [rule(0.0)] * len(report))
     shares = torch.bincount(torch.cat([d.flatten() for d in chosen.depths]), minlength=int(full.loops) + 1)[1:]
     return {
-        "screened": _screened(model, choose, heard, thresholds),
+        "screened": _screened(model, choose, heard, [rule(threshold) for threshold in thresholds]),
         "curve": curve,
         "chosen": {
             "threshold": accepted,
@@ -234,30 +243,21 @@ def _one_signal(
     }
 
 
-def upper_bound(differences: np.ndarray, confidence: float) -> float:
-    """What the mean is below of, at this confidence, by Student's t over windows.
-
-    >>> round(upper_bound(np.array([0.0, 1.0, 0.0, 1.0]), 0.95), 3)
-    1.179
-    """
-    error = differences.std(ddof=1) / math.sqrt(len(differences))
-    return float(differences.mean() + stats.t.ppf(confidence, len(differences) - 1) * error)
-
-
 def _screened(
-    model: LoopedLM, pairs: Sequence[Pair], heard: list[Tensor], thresholds: Sequence[float]
+    model: LoopedLM, pairs: Sequence[Pair], heard: list[Tensor], exits: Sequence[Exit]
 ) -> list[dict[str, float]]:
     """What each threshold would give if nobody's exit changed what others read: off the full-depth trace alone."""
     rows = []
     traces = [read_every_loop(model, *pair)[0] for pair in pairs]
-    for threshold in thresholds:
+    for each in exits:
         total = np.zeros(3)
         for losses, values, (_, targets) in zip(traces, heard, pairs, strict=True):
-            stays = (~(values < threshold)).cumprod(0)
+            stays = (~(values < each.threshold)).cumprod(0).sum(0, keepdim=True)
+            last = (stays + each.patience).clamp(max=len(losses) - 1)
             known = targets != IGNORE
-            left = losses.gather(0, stays.sum(0, keepdim=True))[0]
-            total += [float(left[known].sum()), float((stays.sum(0) + 1)[known].sum()), int(known.sum())]
-        rows.append({"threshold": threshold, "loss": total[0] / total[2], "loops": total[1] / total[2]})
+            left = losses.gather(0, last)[0]
+            total += [float(left[known].sum()), float((last[0] + 1)[known].sum()), int(known.sum())]
+        rows.append({"threshold": each.threshold, "loss": total[0] / total[2], "loops": total[1] / total[2]})
     return rows
 
 
@@ -293,44 +293,3 @@ def _oracle(pairs: Sequence[Pair], traces: Sequence[Tensor], price: float, more:
         depth = (priced.argmin(0) + 1 + more).clamp(max=len(losses))
         policies.append(PerToken(torch.where(targets != IGNORE, depth, len(losses))))
     return policies
-
-
-def _compare(record: dict[str, Any]) -> None:
-    """Each signal's share of the area between the static frontier and the best oracle, over mean loops.
-
-    Fixed depth and oracle are taken at their best: of two of their policies each window may have either.
-    """
-    places = np.linspace(1.25, record["static"][-1]["loops"] - 0.25, 13)
-    static = mixed(record["static"], places)
-    gap = static - mixed([*record["oracle"], *record["static"]], places)
-    usable = gap.mean() > 1e-3
-    for row in record["signals"].values():
-        ends = [record["static"][0], record["static"][-1]]
-        curve = frontier([*row["curve"], *ends])
-        closed = (static - np.interp(places, *curve)).sum() / gap.sum() if usable else None
-        row["gap closed"] = None if closed is None else float(closed)
-
-
-def frontier(points: Sequence[Mapping[str, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """Mean loops and losses, by mean loops.
-
-    >>> frontier([{"loops": 2.0, "loss": 1.0}, {"loops": 1.0, "loss": 3.0}])
-    (array([1., 2.]), array([3., 1.]))
-    """
-    ordered = sorted(points, key=lambda point: point["loops"])
-    return np.array([p["loops"] for p in ordered]), np.array([p["loss"] for p in ordered])
-
-
-def mixed(points: Sequence[dict[str, float]], places: np.ndarray) -> np.ndarray:
-    """The least loss at each mean of loops where every window may have either of two of the policies.
-
-    >>> policies = [{"loops": 1.0, "loss": 3.0}, {"loops": 2.0, "loss": 2.5}, {"loops": 3.0, "loss": 1.0}]
-    >>> mixed(policies, np.array([1.0, 2.0, 2.5]))
-    array([3. , 2. , 1.5])
-    """
-    loops, losses = frontier(points)
-    first, second = (index.flatten() for index in np.indices((len(loops), len(loops))))
-    width = np.maximum(loops[second] - loops[first], 1e-9)
-    shares = (places[:, None] - loops[first]) / width
-    between = losses[first] + shares.clip(0, 1) * (losses[second] - losses[first])
-    return np.where((shares >= 0) & (shares <= 1), between, np.inf).min(1)

@@ -21,6 +21,7 @@ from ..base.markup import Answer
 from ..data import GRADED, TASKS, Tokenizer, task_options
 from ..loading import load, wrap
 from ..loop import Depth
+from ..loop.depth import Fixed
 from ..model import LoopedLM
 from ..model.count import count
 from ..rundir import Evaluation, RunDir
@@ -74,6 +75,10 @@ def evaluate(
     not run again. HumanEval executes what the model writes, which `allow_code` permits where the system can contain it,
     and "unisolated" anywhere.
     """
+    if loops is not None and depth is not None:
+        raise ValueError(f"loops ({loops}) and depth ({depth}) both say how deep to go; give only one")
+    if isinstance(depth, Fixed):
+        loops, depth = depth.steps, None
     path, names = Path(path), choose(suite, tasks)
     _check(path, names, limit=limit, batch_size=batch_size, allow_code=allow_code)
     subject = _open(path, loops, depth)
@@ -213,7 +218,7 @@ def _open(path: Path, loops: int | None, depth: Depth | None = None) -> Subject:
         "tokenizer": tokenizer.hash,
         "layout": config.layout,
         "loops": next((segment.loops for segment in config.segments if segment.loops), None),
-        "exit_rule": "none: every token runs every loop" if depth is None else f"{depth}; prefill with exits",
+        "exit_rule": "none: every token runs every loop" if depth is None else str(depth),
         "preset": config.loop.preset,
         "options": config.loop.options,
         **({"noncausal": True} if config.loop.noncausal else {}),

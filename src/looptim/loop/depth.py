@@ -189,9 +189,9 @@ class PerToken(Depth):
 @final
 @dataclass(frozen=True, eq=False)
 class Exit(Depth):
-    """A token leaves after the first step, counting from `minimum`, at which its signal is below `threshold`.
+    """A token leaves `patience` steps after the first, from `minimum` on, at which its signal is below `threshold`.
 
-        tau_i = min {l >= minimum: s_{l,i} < threshold},  at most `maximum`
+        tau_i = patience + min {l >= minimum: s_{l,i} < threshold},  at most `maximum`
 
     From then on its state is frozen. In a model, the visits it skips see the keys and values of its last visit, and the
     read-out is of the frozen state; see docs/depth.md. With threshold 0 no token leaves, with infinity every token
@@ -214,10 +214,12 @@ class Exit(Depth):
     repeat_last: bool = False
     """Whether loop-specific transitions may run more steps than they were built for, by repeating the last one."""
     prompt: int = 0
-    """The first so many tokens of every sequence take all steps: prefill at full depth."""
+    """The first so many places of every sequence take all steps: prefill at full depth. Padding on the left counts."""
     mode: Literal["end", "mask", "compact"] = "end"
     """`end`: the loop ends when nobody is left. `mask`: it runs all its steps, for one graph, or weights that are
     sharded. `compact`: sequences in which nobody is left also leave the batch, which a GPU has to be waited for."""
+    patience: int = 0
+    """How many steps more a token takes once its signal is below the threshold."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "signal", find_signal(self.signal))
@@ -229,8 +231,10 @@ class Exit(Depth):
             _check_whole("maximum", self.maximum)
             if self.minimum > self.maximum:
                 raise ValueError(f"minimum ({self.minimum}) must not exceed maximum ({self.maximum})")
-        if isinstance(self.prompt, bool) or not isinstance(self.prompt, int) or self.prompt < 0:
-            raise ValueError(f"prompt must be a whole number of tokens, got {self.prompt!r}")
+        for name, unit in (("prompt", "tokens"), ("patience", "steps")):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} must be a whole number of {unit}, got {value!r}")
         choose("mode", self.mode, dict.fromkeys(("end", "mask", "compact")))
 
     @property
@@ -269,16 +273,19 @@ class Exit(Depth):
         bounds = f"minimum {self.minimum}, maximum {self.maximum or 'as the layout says'}"
         beyond = ", the last transition repeats" if self.repeat_last else ""
         prefill = f", the first {self.prompt} tokens at full depth" if self.prompt else ", prefill with exits"
-        return f"{self.signal.name} < {self.threshold:g}, {bounds}{beyond}{prefill}"
+        later = f", {self.patience} more" if self.patience else ""
+        return f"{self.signal.name} < {self.threshold:g}{later}, {bounds}{beyond}{prefill}"
 
 
 def parse_depth(text: str) -> Depth:
-    """Parse a depth from the command line: a number of loops, or SIGNAL:THRESHOLD[:MINIMUM[:MAXIMUM]].
+    """Parse a depth from the command line: a number of loops, or SIGNAL[+PATIENCE]:THRESHOLD[:MINIMUM[:MAXIMUM]].
 
     >>> parse_depth("4").steps
     4
     >>> str(parse_depth("residual:0.05:2"))
     'residual < 0.05, minimum 2, maximum as the layout says, prefill with exits'
+    >>> parse_depth("residual+1:0.05").patience
+    1
     """
     name, *numbers = text.split(":")
     try:
@@ -287,11 +294,13 @@ def parse_depth(text: str) -> Depth:
         threshold, *bounds = numbers
         minimum, maximum = [*map(int, bounds), *[1, None][len(bounds) :]]
         values = float(threshold), int(minimum or 1), maximum
+        signal, _, patience = name.partition("+")
+        more = int(patience or 0)
     except ValueError:
         raise ValueError(
             f"depth {text!r} does not parse; give a number of loops, or a signal and its threshold, as in residual:0.05"
         ) from None
-    return Exit(name, *values)
+    return Exit(signal, *values, patience=more)
 
 
 def _check_leaving(loop: Loop, total: int, *, repeat_last: bool) -> None:

@@ -64,9 +64,16 @@ class ExitWalk(Walk):
             )
         self.exit, self.signal, self.memory = policy, policy.signal, None
         self.gathers = policy.mode == "compact"
-        self.inside = torch.ones(e.shape[:2], dtype=torch.bool, device=e.device)
+        everyone = torch.ones(e.shape[:2], dtype=torch.bool, device=e.device)
+        self.unsettled = (everyone,) * (policy.patience + 1)
+        """Whose signal has not been below the threshold yet: `patience` steps ago, ..., now."""
         self.places = torch.arange(e.shape[1], device=e.device) < policy.prompt if policy.prompt else None
         self.someone = _Someone(e.device)
+
+    @property
+    def inside(self) -> Tensor:
+        """The tokens that are inside, (B, T)."""
+        return self.unsettled[0]
 
     def enter(self, step: int, record: Record | None) -> Live:
         if record is not None and self.exit.threshold > 0:
@@ -84,10 +91,9 @@ class ExitWalk(Walk):
             return True
         stays = ~(value < self.exit.threshold)
         stays = stays if self.places is None else stays | self.places
-        if self.rows is None:
-            self.inside = self.inside & stays
-        else:
-            self.inside = self.inside.index_copy(0, self.rows, self.inside[self.rows] & stays)
+        *_, last = self.unsettled
+        now = last & stays if self.rows is None else last.index_copy(0, self.rows, last[self.rows] & stays)
+        self.unsettled = (*self.unsettled[1:], now)
         if self.exit.mode == "mask":
             return self.inside
         if self.gathers:

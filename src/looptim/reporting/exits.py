@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from ..evaluation.exits import frontier
+from ..evaluation.frontier import frontier
 from ..rundir import RunDir
 from .page import Chart, Group, Line, Page, write_report
 from .plots import Picture, render
@@ -37,7 +37,7 @@ def report_exits(records: Sequence[Record], out: str | Path) -> Path:
     for record in records:
         groups[name_of(record)].append(record)
     tables = [gap_table(groups), *(chosen_table(name, group) for name, group in groups.items())]
-    tables += [kind_table(groups)]
+    tables += [histogram_table(groups), kind_table(groups)]
     if any("speed" in record for record in records):
         tables.append(speed_table(groups))
     pictures, files = render(lambda: [draw(name, group[0]) for name, group in groups.items()])
@@ -64,9 +64,15 @@ def _mean(values: Iterable[float | None], form: str = "{:.3f}") -> Cell:
     return Cell(statistics.fmean(known), error, form=form)
 
 
+def signals_of(records: Iterable[Record]) -> list[str]:
+    """The signals that all of these have: not every run was asked for all, and a loop without coda has fewer."""
+    found = [record["signals"] for record in records]
+    return [name for name in found[0] if all(name in signals for signals in found)]
+
+
 def gap_table(groups: Mapping[str, Sequence[Record]]) -> Table:
     """How much of the oracle's gap each signal closes."""
-    signals = list(next(iter(groups.values()))[0]["signals"])
+    signals = signals_of(record for group in groups.values() for record in group)
     rows: list[list[str | Cell]] = []
     for name, group in groups.items():
         cells = [_mean((record["signals"][signal]["gap closed"] for record in group), "{:.2f}") for signal in signals]
@@ -85,7 +91,7 @@ def chosen_table(name: str, group: Sequence[Record]) -> Table:
     """The threshold of each signal that the risk bound allows, on windows that did not choose it."""
     settings = group[0]["settings"]
     rows: list[list[str | Cell]] = []
-    for signal in group[0]["signals"]:
+    for signal in signals_of(group):
         chosen = [record["signals"][signal]["chosen"] for record in group]
         rows.append(
             [
@@ -112,6 +118,19 @@ def chosen_table(name: str, group: Sequence[Record]) -> Table:
 def _control(name: str, rows: Sequence[Mapping[str, float]]) -> list[str | Cell]:
     means = [_mean((row[key] for row in rows), form) for key, form in (("loops", "{:.2f}"), ("loss", "{:.4f}"))]
     return [name, Cell(None), *means, Cell(None)]
+
+
+def histogram_table(groups: Mapping[str, Sequence[Record]]) -> Table:
+    """Which share of the tokens leaves after each number of loops, under the chosen thresholds."""
+    deepest = max(len(record["static"]) for group in groups.values() for record in group)
+    rows: list[list[str | Cell]] = []
+    for name, group in groups.items():
+        for signal in signals_of(group):
+            shares = [[100 * share for share in record["signals"][signal]["histogram"]] for record in group]
+            cells = [_mean((row[at] for row in shares if at < len(row)), "{:.0f}") for at in range(deepest)]
+            rows.append([name, signal, *cells])
+    header = ["model", "signal", *(f"{loops + 1} loops" for loops in range(deepest))]
+    return Table("histogram", "Tokens by depth (%), chosen thresholds", header, rows, [], labels=2)
 
 
 def kind_table(groups: Mapping[str, Sequence[Record]]) -> Table:

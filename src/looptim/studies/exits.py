@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from ..evaluation.exits import frontier, mixed
+from ..evaluation.frontier import frontier, mixed
+from ..reporting.exits import signals_of
 from ..reporting.plots import Picture
 from ..reporting.style import LINESTYLES
 from ..reporting.tables import Cell, Table
@@ -32,7 +33,7 @@ def exit_tables(found: Sequence[Outcome]) -> list[Table]:
 
 
 def _signals(records: Records) -> list[str]:
-    return list(next(iter(next(iter(records.values())).values()))["signals"])
+    return signals_of(record for by_seed in records.values() for record in by_seed.values())
 
 
 def gaps(records: Records, signal: str) -> dict[str, dict[int, float]]:
