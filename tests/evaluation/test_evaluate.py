@@ -14,6 +14,7 @@ pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'looptim[eval]
 
 from looptim.evaluation import evaluate
 from looptim.hf.export import export
+from looptim.loop.depth import Exit, Fixed
 
 pytestmark = pytest.mark.long
 
@@ -155,6 +156,15 @@ def test_reasoning_by_generation_is_recorded_and_not_repeated(run, tmp_path, cap
     evaluate(run, tasks=["addition"], limit=3, loops=3)
     other = json.loads((run / "eval" / "addition.loops3.limit3.json").read_text())
     assert other["settings"]["model"]["loops"] == 3
+    capsys.readouterr()
+    evaluate(run, tasks=["addition"], limit=3, depth=Fixed(3))
+    assert "done before" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="both say how deep to go; give only one"):
+        evaluate(run, tasks=["addition"], loops=3, depth=Exit())
+    exits = Exit("change", 0.5, patience=1)
+    evaluate(run, tasks=["addition"], limit=1, depth=exits, out=tmp_path, quiet=True)
+    [file] = tmp_path.glob("addition.loopschange*.json")
+    assert json.loads(file.read_text())["settings"]["model"]["exit_rule"] == str(exits)
 
 
 def test_a_task_is_asked_with_the_knobs_it_was_trained_with(run):

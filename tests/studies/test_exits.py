@@ -66,6 +66,11 @@ def test_a_gap_that_is_none_is_left_out():
     assert tables[0].rows[0][-1].value == 0.4 and tables[0].rows[0][-1].error is None
 
 
+def test_signals_that_not_every_run_was_asked_for_are_left_out():
+    tables = exit_tables([outcome("vanilla", [{OURS: 0.2, "kl": 0.1, "new": 0.3}, {OURS: 0.3, "kl": 0.4}])])
+    assert tables[0].header[-2:] == [OURS, "kl"]
+
+
 def test_tables_and_the_figure_have_every_model():
     found = made_up()
     tables = exit_tables(found)
