@@ -75,10 +75,7 @@ def evaluate(
     not run again. HumanEval executes what the model writes, which `allow_code` permits where the system can contain it,
     and "unisolated" anywhere.
     """
-    if loops is not None and depth is not None:
-        raise ValueError(f"loops ({loops}) and depth ({depth}) both say how deep to go; give only one")
-    if isinstance(depth, Fixed):
-        loops, depth = depth.steps, None
+    loops, depth = _how_deep(loops, depth)
     path, names = Path(path), choose(suite, tasks)
     _check(path, names, limit=limit, batch_size=batch_size, allow_code=allow_code)
     subject = _open(path, loops, depth)
@@ -201,6 +198,13 @@ def _run(
         files.write(files.result, record)
     remove_answers(files)
     return record
+
+
+def _how_deep(loops: int | None, depth: Depth | None) -> tuple[int | None, Depth | None]:
+    """Loops and depth as results know them: a fixed depth is a number of loops."""
+    if loops is not None and depth is not None:
+        raise ValueError(f"loops ({loops}) and depth ({depth}) both say how deep to go; give only one")
+    return (depth.steps, None) if isinstance(depth, Fixed) else (loops, depth)
 
 
 def _open(path: Path, loops: int | None, depth: Depth | None = None) -> Subject:
