@@ -82,7 +82,8 @@ class Chats:
     >>> chats = Chats(Tokenizer.bytes(), PLAIN)
     >>> chats.write([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}])
     'user: Hi\\nassistant: Yes?<|endoftext|>\\n'
-    >>> [id % 257 for id in chats.encode_many([chat_text([{"role": "assistant", "content": "?"}], where="")])[0]][-3:]
+    >>> ids = chats.encode_many([chat_text([{"role": "assistant", "content": "?"}], where="")])[0]
+    >>> (ids % 257).tolist()[-3:]
     [63, 256, 10]
     """
 
