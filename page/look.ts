@@ -11,6 +11,8 @@ class View {
   private readonly panels = el("div", { class: "panels" });
   private readonly layer = { index: 0 };
   private readonly scale = el("p", { class: "note" });
+  /** What the grid scrolls in; two grids scroll together. */
+  readonly scroll: HTMLElement;
 
   constructor(readonly data: Data, readonly model: Model, move: (to: Cursor, stay: boolean) => void) {
     this.layer.index = Math.max(0, model.layers.findIndex((layer) => layer.place === "in the loop"));
@@ -24,9 +26,10 @@ class View {
     table.append(el("thead", {}, head), this.body(move));
     table.addEventListener("mouseleave", () => move({ token: -1, row: -1 }, false));
     table.addEventListener("keydown", (event) => this.key(event));
+    this.scroll = el("div", { class: "scroll" }, table);
     this.root = el("section", { class: "model" },
-      el("h2", {}, el("bdi", {}, model.name)), ...model.equations.map(equation),
-      this.scale, el("div", { class: "scroll" }, table), this.panels);
+      el("h2", {}, el("bdi", {}, model.name)), el("div", {}, ...model.equations.map(equation)),
+      this.scale, this.scroll, this.panels);
   }
 
   private body(move: (to: Cursor, stay: boolean) => void): HTMLElement {
@@ -206,6 +209,13 @@ async function main(): Promise<void> {
   const kept = { token: Math.max(0, Math.min(3, data.tokens.length - 2)), row: data.models[0].rows.length - 1 };
   const said = el("p", { class: "said", role: "status", "aria-live": "polite" });
   const views = data.models.map((model) => new View(data, model, move));
+
+  for (const from of views) {
+    from.scroll.addEventListener("scroll", () => views.forEach((view) => {
+      // Setting what is set already tells nobody, so two grids do not push each other on.
+      if (view !== from) view.scroll.scrollLeft = from.scroll.scrollLeft;
+    }));
+  }
 
   function move(to: Cursor, stay: boolean): void {
     if (stay) Object.assign(kept, to);

@@ -48,6 +48,16 @@ def test_the_wheel_alone_is_the_framework(wheel, tmp_path):
         (["train", "nano", "--out", "x", "--no-export"], "lm"),
         (["report", "x"], "plot"),
         (["demo"], "all"),
+        (["plan", "nano", "--gpus", "8"], "lm"),
+        (["look", "x", "a text", "--out", "x.html"], "lm"),
+        (["study", "main", "--out", "x"], "plot"),
+        (["doctor"], "lm"),
+        (["generate", "x", "a text"], "lm"),
+        (["export", "x", "y"], "hf"),
+        (["chat", "x"], "hf"),
+        (["serve", "x"], "hf"),
+        (["loop", "x", "--layout", "1-2x3-1", "--preset", "vanilla", "--out", "y"], "hf"),
+        (["evaluate", "x", "--suite", "commonsense"], "eval"),
     ):
         done = start(bin / "looptim", *verb)
         assert done.returncode == 2 and f"pip install 'looptim[{extra}]'" in done.stderr, done.stderr

@@ -59,12 +59,15 @@ _HOMES = {
 """The module that defines each public name outside the framework. No verb shares its name with a module."""
 
 _EXTRAS = {
+    "choose_layers": "hf",
     "demo": "all",
     "evaluate": "eval",
     "export": "hf",
     "generate": "hf",
     "load": "lm",
     "look": "lm",
+    "loop_model": "hf",
+    "plan": "lm",
     "report": "plot",
     "study": "plot",
     "train": "lm",

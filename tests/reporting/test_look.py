@@ -204,6 +204,18 @@ def test_two_models_share_the_cursor_and_the_shade(tmp_path, open_page):
     assert cell(page.locator(".model").nth(0), 1, len(TEXT) - 1).locator("small").inner_text() == "–"
 
 
+def test_two_grids_scroll_together_and_begin_at_one_height(tmp_path, open_page):
+    text = (9 * TEXT)[:60]
+    pair = lo.look(model(), text, against=model("vanilla"), tokenizer=Tokenizer.bytes(), out=tmp_path / "pair.html")
+    page = open_page(pair.path)
+    grids = page.locator(".model .scroll:has(.grid)")
+    assert len(set(grids.evaluate_all("all => all.map(node => node.getBoundingClientRect().top)"))) == 1
+    cell(page.locator(".model").nth(1), 1, 50).click()
+    page.wait_for_timeout(100)
+    first, second = grids.evaluate_all("all => all.map(node => node.scrollLeft)")
+    assert first == second > 0
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_hostile_text_is_shown_and_does_nothing(tmp_path, open_page, scheme):
     page = open_page(look(tmp_path, HOSTILE), scheme=scheme)

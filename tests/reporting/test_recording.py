@@ -216,7 +216,7 @@ def test_a_looped_decoder_of_transformers():
     assert all(sum(row) <= 1.01 for visit in found["layers"][1]["attention"] for row in visit["weight"])
     assert model.config._attn_implementation == "sdpa"
     deeper = record(model, IDS, loops=5)
-    assert len(deeper["rows"]) == 6 and model.config.loops is None and not deeper["layers"]
+    assert len(deeper["rows"]) == 6 and model.config.loops is None and len(deeper["layers"][1]["attention"]) == 5
     model.set_loops(5)
     near(deeper["lens"]["true"][-1][:-1], _true(model), digits=4)
 
@@ -224,3 +224,48 @@ def test_a_looped_decoder_of_transformers():
 def _true(model):
     chances = model(torch.tensor([IDS])).logits[0].softmax(-1).detach()
     return chances[:-1].gather(1, torch.tensor(IDS[1:]).unsqueeze(1)).squeeze(1)
+
+
+@pytest.mark.long
+def test_a_decoder_of_transformers_is_seen_at_every_visit():
+    transformers = pytest.importorskip("transformers")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 4}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 257, "initializer_range": 0.2}
+    base = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**heads, **experts, **sizes))
+    model = lo.loop_model(base.eval(), layout="1-2x3-1", preset="vanilla").eval()
+    tokens, routed = torch.tensor([IDS]), []
+    gates = [
+        part.register_forward_hook(lambda _, __, out: routed.append(out[-1]))
+        for part in model.modules()
+        if type(part).__name__ == "Qwen3MoeTopKRouter"
+    ]
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        seen = model(tokens, use_cache=False, output_attentions=True).attentions
+    for gate in gates:
+        gate.remove()
+    layers = record(model, IDS)["layers"]
+    order = [(0, 0), (1, 0), (2, 0), (1, 1), (2, 1), (1, 2), (2, 2), (3, 0)]
+    for (layer, visit), weights, chosen in zip(order, seen, routed, strict=True):
+        near(layers[layer]["attention"][visit]["weight"], weights[0].mean(0).topk(8).values, digits=3)
+        assert torch.equal(
+            torch.tensor(layers[layer]["experts"][visit]["chosen"]).sort(-1).values, chosen.sort(-1).values
+        )
+    # Other loops than it was made with, and tokens that leave; the model is left as it was.
+    deep = record(model, IDS, loops=5)
+    assert [(len(each["attention"]), len(each["experts"])) for each in deep["layers"]] == [
+        (1, 1),
+        (5, 5),
+        (5, 5),
+        (1, 1),
+    ]
+    exits = {each["signal"]: torch.tensor(each["values"]) for each in record(model, IDS)["exits"]}
+    assert len(exits) == 6
+    rule = lo.depth.Exit("entropy", float(exits["entropy"].median()), 1)
+    left = record(model, IDS, depth=rule)["left"]["depths"]
+    model.set_depth(rule)
+    with torch.no_grad():
+        assert left == model(tokens, use_cache=False).depth[0][0].tolist() and len(set(left)) > 1
+        record(model, IDS)
+        assert left == model(tokens, use_cache=False).depth[0][0].tolist()

@@ -39,6 +39,9 @@ VERBS = {
 }
 """The verbs in the order in which the help lists them."""
 
+EXTRAS = {"chat": "hf", "doctor": "lm", "evaluate": "eval", "loop": "hf", "plan": "lm", "serve": "hf"}
+"""What a verb needs beyond the plain wheel, where it imports more than the name of the API that asks for it itself."""
+
 STOP_STATUS = 130
 """The exit status after Ctrl-C, as of a shell."""
 
@@ -82,6 +85,11 @@ def main() -> None:
         sys.exit(141)
     except (ValueError, OSError) as error:
         _fail(str(error))
+    except ModuleNotFoundError as error:
+        verb = next((given for given in sys.argv[1:] if not given.startswith("-")), "")
+        if verb not in EXTRAS or (error.name or "").startswith("looptim"):
+            raise
+        _fail(f"{verb} needs {error.name}; pip install 'looptim[{EXTRAS[verb]}]'")
     except Exception as error:
         # The base class of typer's usage errors is not public, but the method that words them is.
         message = getattr(error, "format_message", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import transformers
@@ -151,13 +152,17 @@ class LoopedDecoder:
             loops = counts.pop() if len(counts) == 1 else None
         config = cast(LoopedDecoderConfig, cast(PreTrainedModel, self).config)
         config.loops = loops
-        unrolled.decode = functools.partial(_decode, self) if depth is not None and depth.leaves else None
+        unrolled.decode = self.reader() if depth is not None and depth.leaves else None
         unrolled.unroll(config.segments, depth, grad_steps=grad_steps)
         hooks = cast(nn.Module, self)._forward_hooks
         for key in [key for key, hook in hooks.items() if hook is _tell_depth]:
             del hooks[key]
         if depth is not None and depth.leaves:
             cast(nn.Module, self).register_forward_hook(_tell_depth)
+
+    def reader(self) -> Callable[[Tensor], Tensor]:
+        """What makes logits of what a loop returns, through norm and head; the coda is left out."""
+        return functools.partial(_decode, self)
 
     @staticmethod
     def _load_pretrained_model(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -172,7 +177,6 @@ class LoopedDecoder:
 
 
 def _decode(model: Any, h: Tensor) -> Tensor:
-    """Logits of what a loop returns, through norm and head; the coda is left out."""
     return model.get_output_embeddings()(model.base_model.norm(h)).float()
 
 

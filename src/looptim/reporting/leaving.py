@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,39 +14,50 @@ from ..loop.transition import Record, Transition
 from ..model.lm import LoopedLM
 from .template import rounded
 
-EXITS = ("residual", "change", "acceleration")
-"""The exit signals that need no prediction, only what a loop itself knows about its tokens."""
-PREDICTING = ("kl", "entropy", "margin")
-"""The exit signals that need a prediction, for models of our own."""
+SIGNALS = ("residual", "change", "acceleration", "kl", "entropy", "margin")
+"""The exit signals whose thresholds can be tried on a page; the last three look at predictions."""
 
 
 def exits_of(model: nn.Module, loop: Loop, steps: Sequence[tuple[Transition, Record]]) -> list[dict[str, Any]]:
     """The value of every signal after each step; a token leaves when it is below the threshold."""
-    reader = model.reader() if isinstance(model, LoopedLM) else None
-    names = EXITS + (() if reader is None else PREDICTING)
-    signals = {name: find_signal(name) for name in names}
-    memory: dict[str, Any] = dict.fromkeys(names)
-    values: dict[str, list[Any]] = {name: [] for name in names}
+    # A model of ours and a looped decoder of transformers both say how they read a loop.
+    reader = cast(Any, model).reader()
+    signals = {name: find_signal(name) for name in SIGNALS}
+    memory: dict[str, Any] = dict.fromkeys(SIGNALS)
+    values: dict[str, list[Any]] = {name: [] for name in SIGNALS}
     for step, (transition, record) in enumerate(steps, 1):
         hidden = loop.readout(record.Y)
-        seen = Seen(step, transition, record, hidden, None if reader is None else reader(hidden).float())
+        seen = Seen(step, transition, record, hidden, reader(hidden).float())
         for name, signal in signals.items():
             value, memory[name] = signal(seen, memory[name])
             values[name].append(rounded(value[0]))
-    return [{"signal": name, "values": values[name]} for name in names]
+    return [{"signal": name, "values": values[name]} for name in SIGNALS]
 
 
 def left_by(model: nn.Module, tokens: Tensor, depth: Depth) -> dict[str, Any]:
     """After how many loops each token really left, and what the model then predicts."""
     if not depth.leaves:
         raise ValueError(f"{depth} lets no token leave; give an exit such as residual:0.05, or a number with --loops")
-    if not isinstance(model, LoopedLM):
-        raise ValueError("tokens cannot leave the loop of a foreign decoder one by one; leave depth out")
-    hidden = model.hidden(model.embed(tokens), depth=depth)
-    top = model.head(hidden.h)[0].float().softmax(-1).max(-1)
+    logits, depths = _run(model, tokens, depth)
+    top = logits[0].float().softmax(-1).max(-1)
     return {
         "rule": str(depth),
-        "depths": torch.stack([each[0] for each in hidden.depth]).sum(0).tolist(),
+        "depths": torch.stack([each[0] for each in depths]).sum(0).tolist(),
         "says": top.indices.tolist(),
         "probability": rounded(top.values),
     }
+
+
+def _run(model: nn.Module, tokens: Tensor, depth: Depth) -> tuple[Tensor, Sequence[Tensor]]:
+    """Logits where tokens may leave, and how many steps each of them took in each loop."""
+    if isinstance(model, LoopedLM):
+        hidden = model.hidden(model.embed(tokens), depth=depth)
+        return model.head(hidden.h), hidden.depth
+    decoder = cast(Any, model)
+    before, grad_steps = decoder.unrolled.depth, decoder.unrolled.grad_steps
+    decoder.set_depth(depth)
+    try:
+        out = decoder(tokens, use_cache=False)
+    finally:
+        decoder.set_depth(before, grad_steps=grad_steps)
+    return out.logits, out.depth

@@ -25,6 +25,10 @@ SOURCES = 8
 """How many of the tokens that are looked at most are kept."""
 
 
+Chosen = tuple[Tensor, Tensor]
+"""The experts of each token and their weights, (T, top_k)."""
+
+
 class Quantity(NamedTuple):
     """A number of every token after every step, or one for each of its streams."""
 
@@ -129,15 +133,21 @@ def _ready(model: nn.Module, loops: int | None) -> Iterator[Callable[[Tensor], T
         if isinstance(model, LoopedLM):
             yield lambda tokens: model(tokens, depth=None if loops is None else Fixed(loops))[0].float()
             return
-        decoder = cast(Any, model)
-        before = decoder.config.loops
-        if loops is not None:
-            decoder.set_loops(loops)
-        yield lambda tokens: decoder(tokens, use_cache=False).logits[0].float()
-        if loops is not None:
-            decoder.set_loops(before)
+        with _at_depth(cast(Any, model), loops):
+            yield lambda tokens: cast(Any, model)(tokens, use_cache=False).logits[0].float()
     finally:
         model.train(training)
+
+
+@contextmanager
+def _at_depth(decoder: Any, loops: int | None) -> Iterator[None]:
+    """A looped decoder of transformers whose tokens all run so many loops, or as many as it is set to."""
+    depth, grad_steps = decoder.unrolled.depth, decoder.unrolled.grad_steps
+    decoder.set_loops(decoder.config.loops if loops is None else loops)
+    try:
+        yield
+    finally:
+        decoder.set_depth(depth, grad_steps=grad_steps)
 
 
 @contextmanager
@@ -156,29 +166,56 @@ def _steps(loop: Loop) -> Iterator[list[tuple[Transition, Record]]]:
 
 
 def _decoder_layers(model: nn.Module, tokens: Tensor) -> list[_Layer]:
-    """Where the layers of a looped decoder of transformers look; what experts it has is not asked."""
+    """Where the layers of a looped decoder of transformers look, and which experts they choose, at every visit."""
     decoder = cast(Any, model)
+    layers: dict[str, _Layer] = {}
     before = decoder.config._attn_implementation
     # Other implementations do not give their weights away.
     decoder.set_attn_implementation("eager")
     try:
-        attentions = decoder(tokens, use_cache=False, output_attentions=True).attentions
+        with ExitStack() as stack:
+            first, place = 0, "before the loop"
+            for loop, rows in decoder.unrolled.plan:
+                place = "in the loop" if loop is not None else place
+                for number, owner in enumerate(rows[0], first):
+                    layer = layers[str(number)] = _Layer(f"layer {number}", place)
+                    for visit in (row[number - first] for row in rows):
+                        _watch_decoder_layer(stack, visit, layer.attention)
+                    _watch_experts(stack, owner, layer.experts)
+                first += len(rows[0])
+                place = "after the loop" if loop is not None else place
+            decoder(tokens, use_cache=False)
     finally:
         decoder.set_attn_implementation(before)
-    # Layers that another number of loops has added since the first forward are not among those transformers watches.
-    if len(attentions) != len(decoder.unrolled):
-        return []
-    weights = iter(attentions)
-    layers: dict[str, _Layer] = {}
-    first, place = 0, "before the loop"
-    for loop, rows in decoder.unrolled.plan:
-        place = "in the loop" if loop is not None else place
-        for number in (number for row in rows for number, _ in enumerate(row, first)):
-            layer = layers.setdefault(f"layer {number}", _Layer(f"layer {number}", place))
-            layer.attention.append(next(weights)[0].float().mean(0))
-        first += len(rows[0])
-        place = "after the loop" if loop is not None else place
     return list(layers.values())
+
+
+def _watch_decoder_layer(stack: ExitStack, visit: nn.Module, into: list[Tensor]) -> None:
+    """Record what one visit to a layer of transformers looks at: its attention returns the weights of its heads."""
+
+    def keep(_: nn.Module, __: tuple, out: Any) -> None:
+        weights = out[1] if isinstance(out, tuple) and len(out) > 1 else None
+        if isinstance(weights, Tensor) and weights.dim() == 4:
+            into.append(weights[0].float().mean(0))
+
+    # What has a place in the KV cache is an attention, or what stands for one.
+    for part in visit.modules():
+        if isinstance(getattr(part, "layer_idx", None), int):
+            stack.callback(part.register_forward_hook(keep).remove)
+
+
+def _watch_experts(stack: ExitStack, layer: nn.Module, into: list[Chosen]) -> None:
+    """Record what the experts of a layer of transformers are asked: all visits ask the same ones."""
+
+    def keep(_: nn.Module, given: tuple, named: dict[str, Any]) -> None:
+        # Nearly every architecture hands its experts the tokens, whom each of them asks, and with what weight.
+        _, *asked = (*given, *named.values())
+        if len(asked) == 2 and asked[0].shape == asked[1].shape and not asked[0].is_floating_point():
+            into.append((asked[0], asked[1].float()))
+
+    for name, part in layer.named_modules():
+        if name.rpartition(".")[2] == "experts":
+            stack.callback(part.register_forward_pre_hook(keep, with_kwargs=True).remove)
 
 
 @contextmanager
@@ -240,16 +277,16 @@ class _Layer:
     def __init__(self, name: str, place: str):
         self.name, self.place = name, place
         self.attention: list[Tensor] = []
-        self.experts: list[Routing] = []
+        self.experts: list[Chosen] = []
 
     def as_lists(self) -> dict[str, Any]:
         attention, experts = [], []
         for weights in self.attention:
             top = weights.topk(min(SOURCES, weights.shape[-1]))
             attention.append({"source": top.indices.tolist(), "weight": rounded(top.values, 3)})
-        for routing in self.experts:
-            order = routing.weights.argsort(descending=True)
-            chosen, weights = (column.gather(-1, order) for column in (routing.indices, routing.weights))
+        for indices, weights in self.experts:
+            order = weights.argsort(descending=True)
+            chosen, weights = indices.gather(-1, order), weights.gather(-1, order)
             experts.append({"chosen": chosen.tolist(), "weight": rounded(weights, 3)})
         return {"name": self.name, "place": self.place, "attention": attention, "experts": experts}
 
@@ -272,7 +309,7 @@ def _watch(model: nn.Module) -> Iterator[dict[str, _Layer]]:
 
     def ask(name: str):
         def hook(_: nn.Module, __: tuple, routing: Routing) -> None:
-            layer_of(name).experts.append(routing)
+            layer_of(name).experts.append((routing.indices, routing.weights))
 
         return hook
 
