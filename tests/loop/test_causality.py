@@ -9,16 +9,10 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from leaking import STREAMS, WIDTH, Start, honest_parts, loop_with, next_token
 from torch import nn
 
 import looptim as lo
-
-WIDTH, STREAMS = 8, 2
-
-
-def next_token(x):
-    """Each token gets what the one after it has."""
-    return F.pad(x[:, 1:], (0, 0) * (x.dim() - 2) + (0, 1))
 
 
 def other_sequence(x):
@@ -138,22 +132,6 @@ class InTraining(lo.Part):
         return lo.state.Copies(STREAMS)(self.leak(e) if self.training else e)
 
 
-def honest_parts():
-    transition = lo.presets.operloop_transition(WIDTH, STREAMS)
-    rule = transition.rule
-    parts = {"projection": transition.projection, "objective": transition.objective}
-    return parts | {"step": rule.step, "decay": rule.decay, "target": None, "start": None, "readout": None}
-
-
-def loop_with(features=None, rule=None, **changes):
-    parts = honest_parts() | changes
-    rule = (rule or lo.rules.Descent)(parts["step"], parts["decay"])
-    more = {} if features is None else {"features": features}
-    transition = lo.Transition(parts["projection"], parts["objective"], rule, target=parts["target"], **more)
-    start = parts["start"] or lo.state.Copies(STREAMS)
-    return lo.Loop(transition, width=WIDTH, steps=2, start=start, readout=parts["readout"], name="mine")
-
-
 PARTS = {
     "the bias of the projection Bias": lambda leak: loop_with(projection=Bias(leak)),
     "the projection Read": lambda leak: loop_with(projection=Read(leak)),
@@ -264,15 +242,6 @@ def count_globally():
 class CountingGlobally(lo.Part):
     def forward(self, e):
         return lo.state.Copies(STREAMS)(next_token(e) if count_globally() > 10**6 else e)
-
-
-class Start(lo.Part):
-    def __init__(self, leak):
-        super().__init__()
-        self.leak = leak
-
-    def forward(self, e):
-        return lo.state.Copies(STREAMS)(self.leak(e))
 
 
 def sometimes(e):
@@ -547,7 +516,7 @@ def test_a_part_bound_to_fp32_is_told_so():
         def forward(self, e):
             return lo.state.Copies(STREAMS)(e @ torch.eye(WIDTH))
 
-    with pytest.raises(ValueError, match=r"does not run in float64 .*; create tensors in the dtype"):
+    with pytest.raises(ValueError, match=r"does not run on 6 .* in float64 .*create tensors in the dtype"):
         lo.check_causality(loop_with(start=Bound()))
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.utils import parametrize
 
 import looptim as lo
 from looptim.loop import kernels
@@ -118,3 +119,29 @@ def saved_words(form, width=256, tokens=8, steps=4):
 def test_what_is_saved_is_the_state_and_one_vector():
     assert saved_words("fused") < 5.4
     assert saved_words("readable") > 9
+
+
+class Half(torch.nn.Module):
+    def forward(self, x):
+        return x / 2
+
+
+ADDED = {
+    "a hook of the gate": lambda t: t.rule.step.gate.register_forward_hook(lambda module, given, out: out / 2),
+    "a hook of the step": lambda t: t.rule.step.register_forward_hook(lambda module, given, out: out / 2),
+    "a hook of the rule": lambda t: t.rule.register_forward_hook(lambda module, given, out: (out[0] / 2, out[1])),
+    "a hook before the rule": lambda t: t.rule.register_forward_pre_hook(lambda module, x: (x[0], x[1] / 2, *x[2:])),
+    "a forward of its own": lambda t: setattr(t.rule.step, "forward", lambda ctx, previous: 0.1),
+    "a parametrization": lambda t: parametrize.register_parametrization(t.rule.step.gate, "W", Half()),
+}
+
+
+@pytest.mark.parametrize("added", ADDED)
+def test_what_is_added_to_a_known_part_is_run(added):
+    loop, e = lo.build("operloop", width=8, steps=3, streams=4), torch.randn(2, 5, 8)
+    before = loop(e, torch.tanh)
+    ADDED[added](loop.transitions[0])
+    out, form = loop(e, torch.tanh), loop.form
+    loop.set_form("readable")
+    assert form.startswith("readable, for") and torch.equal(out, loop(e, torch.tanh))
+    assert not torch.allclose(out, before)

@@ -97,7 +97,7 @@ def was_edited(name: str) -> bool:
 def _is_users(name: str, home: str) -> bool:
     """Whether a module is of the same package as `home`, or not installed."""
     top = name.partition(".")[0]
-    return top != OURS and (top == home.partition(".")[0] or _is_loose(top))
+    return top != OURS and (top == home.partition(".")[0] or is_loose(top))
 
 
 def _text(name: str) -> str | None:
@@ -169,7 +169,7 @@ def _file(name: str) -> Path | None:
     return Path(file) if file and file.endswith(".py") else None
 
 
-def _is_loose(top: str) -> bool:
+def is_loose(top: str) -> bool:
     """Whether a module or package belongs neither to Python nor to an installed distribution."""
     file = _file(top)
     libraries = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")]

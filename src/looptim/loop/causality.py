@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from .depth import Fixed
-from .facts import Fact, find_memory, observed, state_of
+from .facts import Fact, observed
+from .far import find_far_leak
 from .loop import Loop
-from .probe import changed_copy, float64_copy, loops_of, name_of, random_blocks, random_input
+from .memory import find_memory, state_of
+from .probe import (
+    ACROSS,
+    AGAIN,
+    LATER,
+    SAME,
+    alone,
+    changed_copy,
+    check_held,
+    first_line,
+    float64_copy,
+    loops_of,
+    name_of,
+    random_blocks,
+    random_input,
+    wanting_gradient,
+)
 
 TOLERANCE = 1e-9
 """Largest relative change that counts as rounding; runs are in float64."""
-ROUNDING = (1e-4, 0.05)
-"""The same for runs in fp32 and in bf16."""
 ROWS, TOKENS = 6, 7
 """Shape of the probing input: one sequence per place to cut, and sizes that no other axis is likely to have."""
 SEEDS = 12
 """Number of runs, with different seeds, for parts that draw random numbers in training."""
 FAR = ((1, -1.0), (1, 20.0), (2, 3000.0), (2, -3000.0), (3, 20.0), (3, -20.0))
 """Seeds and scales of further parameter changes, since a gate may open to one side only, or late."""
-ELEMENTS = 2**20
-"""The largest input that is run in the shape of a training."""
-MANY = (512, 3)
-"""Shape of an input that samples many tokens: of a sequence, only the last unchanged one can see the next."""
-SHAPES = ((4, 256), (2, 2048), MANY)
-"""Shapes of further inputs, since a leak may reach far."""
 
 
 def check_causality(module: nn.Module, *, vocab_size: int | None = None) -> float:
@@ -56,7 +64,7 @@ def check_causality(module: nn.Module, *, vocab_size: int | None = None) -> floa
 def find_leak(module: nn.Module, *, vocab_size: int | None = None) -> tuple[str | None, float]:
     """The message of `check_causality` about the first leak, or None, and the largest relative change."""
     found, change = find_small_leak(module, vocab_size=vocab_size)
-    far = (find_leak_at(loop, *shape) for loop in loops_of(module) for shape in SHAPES)
+    far = (find_far_leak(loop) for loop in loops_of(module))
     return (found or next(filter(None, far), None)), change
 
 
@@ -68,14 +76,16 @@ def find_small_leak(module: nn.Module, *, vocab_size: int | None = None) -> tupl
         for what, part, change in _compare_all(module, vocab_size):
             if part is not None:
                 size = f"by {change:.2g}, relative"
-                return f"{name_of(module)} {what}: {part} gives {_same(what)} other values ({size})", change
+                return f"{name_of(module)} {what}: {part} gives {SAME[what]} other values ({size})", change
             worst = max(worst, change)
     return None, worst
 
 
 def _compare_all(module: nn.Module, vocab_size: int | None) -> Iterator[tuple[str, str | None, float]]:
     for twin in _twins(module):
-        yield from _Probe(twin, vocab_size).compare()
+        probe = _Probe(twin, vocab_size)
+        check_held(module, twin, probe.output)
+        yield from probe.compare()
     # With far-changed parameters, or parameters changed the other way, a gate that starts closed may be open.
     for seed, scale in FAR:
         twin = changed_copy(module, (scale, scale / 10, scale / 300), seed=seed)
@@ -100,13 +110,6 @@ def mixes_tokens(loop: Loop) -> bool:
         later = (torch.arange(TOKENS) > 0).expand(ROWS, TOKENS)
         probes = (_Probe(twin, None) for twin in _twins(loop))
         return any(p.change(_mix(later, p.given, p.others[0]), later)[0] is not None for p in probes)
-
-
-LATER, ACROSS, AGAIN = "sees later tokens", "sees other sequences of its batch", "is not a function of its input"
-
-
-def _same(what: str) -> str:
-    return {LATER: "the tokens before", ACROSS: "a sequence", AGAIN: "the same input"}[what]
 
 
 def _twins(module: nn.Module) -> Iterator[nn.Module]:
@@ -155,6 +158,7 @@ class _Probe:
                 yield ACROSS, *self.change(_mix(mine, self.given, self.others[bit % 3]), mine)
         for other in self.others:
             yield LATER, *self.change(_mix(before, self.given, other), before)
+        self._go_back()
         yield AGAIN, *self.change(self.given, everywhere)
         yield AGAIN, *find_memory(state, state_of(self.module))
         for seed in range(1, SEEDS) if self.draws else ():
@@ -168,6 +172,13 @@ class _Probe:
         yield LATER, *self.change(_mix(before, self.given, self.others[0]), before)
         yield ACROSS, *self.change(_mix(mine, self.given, self.others[0]), mine)
         yield from self._leave_out()
+
+    def _go_back(self) -> None:
+        """A backward pass, since a part may remember its gradients; whether it has any is asked elsewhere."""
+        if self.output.requires_grad:
+            with suppress(RuntimeError), torch.random.fork_rng(devices=[]):
+                self.output.sum().backward()
+            self.module.zero_grad()
 
     def _leave_out(self) -> Iterator[tuple[str, str | None, float]]:
         if self.module.training:
@@ -192,22 +203,23 @@ class _Probe:
     def run(self, given: Tensor, *, seed: int = 0) -> list[Fact]:
         """Everything that the parts compute for an input, in order."""
         facts: list[Fact] = []
-        alone = isinstance(self.module, Loop)
+        is_loop = isinstance(self.module, Loop)
         # A module that checks whether gradients are on must not behave better here than in training.
         gradient = torch.enable_grad() if self.module.training else torch.no_grad()
-        with gradient, torch.random.fork_rng(devices=[]), observed(self.module, facts):
+        with gradient, alone(self.module), observed(self.module, facts):
             torch.default_generator.manual_seed(seed)
             start = torch.get_rng_state()
             try:
-                output = self.module(_wanting_gradient(given), self.blocks) if alone else self.module(given)
+                output = self.module(wanting_gradient(given), self.blocks) if is_loop else self.module(given)
             except RuntimeError as error:
                 raise ValueError(
-                    f"{name_of(self.module)} does not run in float64 ({str(error).splitlines()[0]}); "
-                    "create tensors in the dtype of the input"
+                    f"{name_of(self.module)} does not run on {given.shape[0]} sequences of {given.shape[1]} tokens in "
+                    f"float64 ({first_line(error)}); it must take any number of both, and create tensors in the dtype "
+                    "of the input"
                 ) from error
             self.draws |= not torch.equal(start, torch.get_rng_state())
-        last = "the read-out" if alone else "a block or the head"
-        facts.append(Fact(last, output if isinstance(output, Tensor) else output.logits))
+        self.output = output if isinstance(output, Tensor) else output.logits
+        facts.append(Fact("the read-out" if is_loop else "a block or the head", self.output))
         return [Fact(part, value.detach()) for part, value in facts]
 
 
@@ -241,38 +253,3 @@ def _select(value: Tensor, kept: Tensor) -> Tensor:
     if rows:
         return value[kept.any(1)]
     return value[:, kept.any(0)] if tokens else value
-
-
-def find_leak_at(loop: Loop, rows: int, tokens: int, *, steps: int | None = None, bf16: bool = False) -> str | None:
-    """What a loop wrongly sees when it runs as in training: in that shape, with that many steps, in fp32 or bf16.
-
-    Its tokens have sizes from 0.01 to 100, since those of a trained model are not known.
-    """
-    tokens = max(2, min(tokens, ELEMENTS // (2 * loop.width)))
-    rows = max(2, min(rows, ELEMENTS // (tokens * loop.width)))
-    with torch.device("cpu"):
-        sizes = 10 ** (4 * torch.rand(rows, tokens, 1, generator=torch.Generator("cpu").manual_seed(4)) - 2)
-        e, blocks = sizes * random_input(loop.width, rows, tokens).float(), random_blocks(loop.width)
-        before = torch.arange(tokens) < torch.linspace(1, tokens - 1, rows).long().unsqueeze(-1)
-        mine = (torch.arange(rows) % 2 == 0).unsqueeze(-1).expand(rows, tokens)
-    twin = copy.deepcopy(loop).to("cpu", torch.float32).train()
-    depth = None if steps is None else Fixed(steps)
-
-    def output(given: Tensor) -> Tensor:
-        with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.autocast("cpu", torch.bfloat16, bf16):
-            torch.default_generator.manual_seed(0)
-            return twin(_wanting_gradient(given), blocks, depth=depth).detach().float()
-
-    given, rounding = output(e), ROUNDING[bf16]
-    for what, kept in ((ACROSS, mine), (ACROSS, ~mine), (LATER, before)):
-        a, b = given[kept], output(_mix(kept, e, e.flip(-1) + 1))[kept]
-        change = ((a - b).abs().max() / a.abs().mean().clamp_min(1e-30)).item()
-        if not change <= rounding:
-            many = f"among {rows} sequences of {tokens} tokens"
-            return f"{loop.name} {what}: {many} a part gives {_same(what)} other values (by {change:.2g}, relative)"
-    return None
-
-
-def _wanting_gradient(given: Tensor) -> Tensor:
-    """The input as a training has it: computed from something that requires a gradient."""
-    return given.clone().requires_grad_() * 1 if torch.is_grad_enabled() else given

@@ -12,11 +12,11 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..base.numerics import wide
 from . import kernels
-from .base import ByGate, Context, Record, check_same_shape, rms_features
+from .base import ByGate, Context, Gate, Record, check_same_shape, rms_features
 from .controls import ConstantDecay, ConstantStep
 from .maps import Streams
 from .projections import StreamMap, StreamRead
@@ -73,7 +73,17 @@ def unknown_part(transition: Transition) -> str | None:
     for part, constant in ((rule.step, ConstantStep), (rule.decay, ConstantDecay)):
         if type(part) is not constant and type(part).forward is not ByGate.forward:
             return f"the {'step' if part is rule.step else 'decay'} {type(part).__name__}"
-    return None
+    return _altered(projection, projection.map, transition.write, rule, rule.step, rule.decay)
+
+
+def _altered(*parts: nn.Module | None) -> str | None:
+    """A part of a known class that computes something else than its class, by a hook or a forward of its own."""
+    gates = [part.gate for part in parts if isinstance(part, ByGate)]
+    for part in filter(None, (*parts, *gates)):
+        hooks = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+        if hooks or "forward" in vars(part):
+            return f"what was added to {type(part).__name__}"
+    return next((f"the gate {type(gate).__name__}" for gate in gates if type(gate) is not Gate), None)
 
 
 def step(

@@ -6,16 +6,23 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .loop import Loop
 from .rules import Carry
 from .transition import Record, Transition
 
 M = TypeVar("M", bound=nn.Module)
+
+LATER, ACROSS, AGAIN = "sees later tokens", "sees other sequences of its batch", "is not a function of its input"
+"""What may be wrong with a loop."""
+SAME = {LATER: "the tokens before", ACROSS: "a sequence", AGAIN: "the same input"}
+"""What was not changed, and gets other values all the same."""
 
 
 def name_of(module: nn.Module) -> str:
@@ -35,12 +42,28 @@ def float64_copy(module: M, *, perturb: float = 0.0, seed: int = 1) -> M:
     """
     if any(tensor.is_meta for tensor in itertools.chain(module.parameters(), module.buffers())):
         raise ValueError(f"{name_of(module)} is on the meta device and has no values; build it on another")
-    twin = copy.deepcopy(module).to("cpu", torch.float64).eval()
+    twin = copied(module, torch.float64).eval()
     generator = _generator(seed)
     for p in itertools.chain.from_iterable(loop.parameters() for loop in loops_of(twin)) if perturb else ():
         noise = torch.randn(p.shape, generator=generator, dtype=p.dtype, device="cpu")
         p.data.add_(perturb * (noise / math.sqrt(p.shape[-1]) if p.dim() > 1 else 0.3 * noise))
     return twin
+
+
+def copied(module: M, dtype: torch.dtype) -> M:
+    """A copy on the CPU in another dtype."""
+    try:
+        return copy.deepcopy(module).to("cpu", dtype)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"{name_of(module)} cannot be copied ({first_line(error)}), so it cannot be checked; let its parts hold "
+            "numbers, tensors and modules, and no iterators, files or results of earlier calls"
+        ) from error
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without its details."""
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def changed_copy(module: M, scales: tuple[float, ...] = (1.0, 0.1, 0.01), *, seed: int = 1) -> M | None:
@@ -84,3 +107,53 @@ def run(loop: Loop) -> Iterator[tuple[Transition, Carry, Record]]:
             record = transition.step(Y, e, blocks, carry)
             yield transition, carry, record
             Y, carry = record.Y, record.carry
+
+
+def wanting_gradient(given: Tensor) -> Tensor:
+    """The input as a training has it: computed from something that requires a gradient."""
+    return given.clone().requires_grad_() * 1 if torch.is_grad_enabled() else given
+
+
+@contextmanager
+def alone(module: nn.Module) -> Iterator[None]:
+    """Leave the caller's random numbers alone, and refuse to talk to other processes, which see other sequences."""
+    with torch.random.fork_rng(devices=[]), _Silence(module) if _in_company() else nullcontext():
+        yield
+
+
+def _in_company() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+@final
+class _Silence(TorchDispatchMode):
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.name = name_of(module)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise ValueError(
+                f"{self.name} talks to other processes ({func.__name__}), so that it sees other sequences of its "
+                "batch; compute with nothing but what a part is given"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def check_held(module: nn.Module, twin: nn.Module, output: Tensor) -> None:
+    """A ValueError if a copy of a module computed an output with a parameter of another object than itself."""
+    own = {id(p) for p in twin.parameters()}
+    names = {id(p): name for name, p in module.named_parameters()}
+    waiting, seen = [output.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
+            raise ValueError(
+                f"{name_of(module)} computes with {names.get(id(leaf), 'a parameter')} by a function or a hook that "
+                "holds it, and so does every copy; read it from self, or from the module that a hook is given"
+            )

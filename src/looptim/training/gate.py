@@ -13,7 +13,8 @@ import torch
 
 from ..config import Config, ModelConfig
 from ..loop import Loop, check_causality, check_gradient, mixes_tokens
-from ..loop.causality import ELEMENTS, MANY, find_leak_at, find_small_leak
+from ..loop.causality import find_small_leak
+from ..loop.far import DEEPER, ELEMENTS, MANY, find_leak_at
 from ..loop.registry import NUMERICS, code_of
 from ..model.build import build_loop
 from ..rundir import RunDir
@@ -102,7 +103,8 @@ def _find_far(config: Config, steps: int) -> str | None:
     # Loops with parameters of their own cannot be sampled, which is refused elsewhere.
     deeper = math.ceil(2 * settings.loops.mean) if narrow.shared and settings.loops.scheme != "fixed" else 0
     how = {"bf16": settings.dtype == "bf16", "steps": max(steps, deeper)}
-    found = find_leak_at(narrow, *shape, **how) or find_leak_at(narrow, *MANY)
+    many = DEEPER * steps if narrow.shared else steps
+    found = find_leak_at(narrow, *shape, **how) or find_leak_at(narrow, *MANY, steps=many)
     if found is not None or narrow.width == model.width:
         return found
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
