@@ -76,11 +76,11 @@ class Peek(lo.Projection):
 
 
 class Counted(lo.Step):
-    """Halves from step to step, and sees the next token once it is below 1/16."""
+    """Shrinks from step to step, and sees the next token after sixteen of them."""
 
     def forward(self, ctx, previous):
         peek = torch.sigmoid(F.pad(ctx.e[:, 1:], (0, 0, 0, 1))[..., :1]).unsqueeze(-1)
-        return previous / 2 * torch.where(previous < 1 / 16, peek, 1.0)
+        return 0.98 * previous * torch.where(torch.as_tensor(previous) < 0.98**16, peek, 1.0)
 
 
 def deep_only(width, steps):
@@ -118,7 +118,7 @@ def test_a_leak_after_more_loops_than_the_layout_has_is_found(monkeypatch):
     monkeypatch.setitem(lo.PRESETS, "deep_only", deep_only)
     check_transition(config(model={"loop": {"preset": "deep_only"}}))
     with pytest.raises(ValueError, match="sees later tokens"):
-        check_transition(config(model={"loop": {"preset": "deep_only"}}, loops={"scheme": "huginn", "mean": 6}))
+        check_transition(config(model={"loop": {"preset": "deep_only"}}, loops={"scheme": "huginn", "mean": 12}))
 
 
 @pytest.mark.parametrize("preset", lo.PRESETS)
