@@ -3,7 +3,19 @@
 import pytest
 
 from looptim.reporting.tables import csv_text
-from looptim.studies.exits import OURS, POOLED, against, exit_pictures, exit_tables, gaps, verdict
+from looptim.studies.exits import (
+    ABOVE,
+    FIXED,
+    GAP,
+    LOOPS,
+    OURS,
+    POOLED,
+    against,
+    exit_pictures,
+    exit_tables,
+    shares,
+    verdict,
+)
 from looptim.studies.measures import Outcome
 from looptim.studies.spec import load_plan
 
@@ -13,6 +25,7 @@ def record(shares, kl_loops=2.0):
     signals = {
         name: {
             "gap closed": share,
+            "above fixed": None if share is None else 1 - share,
             "curve": [{"loops": 1.5, "loss": 2.0}, {"loops": 2.5, "loss": 1.2}],
             "chosen": {"loops": kl_loops, "loss": 1.1, "more loss": 0.1, "threshold": 0.5},
         }
@@ -24,6 +37,7 @@ def record(shares, kl_loops=2.0):
         "static": static,
         "oracle": [{"loops": 1.2, "loss": 1.0}],
         "random": {"loops": 2.0, "loss": 2.5},
+        "fixed": {"loops": 1.75, "loss": 1.1, "more loss": 0.1},
         "kinds": {"word": {"loops": 2.0, "tokens": 3}},
     }
 
@@ -51,13 +65,17 @@ def made_up():
 def test_signals_are_compared_within_runs():
     found = made_up()
     records = {each.variant: each.exits for each in found}
-    assert gaps(records, OURS)["operloop"] == {0: 0.3, 1: 0.1, 2: 0.4}
-    compared = against(records)
+    assert shares(records, GAP, OURS)["operloop"] == {0: 0.3, 1: 0.1, 2: 0.4}
+    compared = against(records, GAP)
     assert compared["kl"][POOLED].mean == pytest.approx(-0.3042, abs=1e-4)
     assert verdict(compared["kl"][POOLED]) == "worse" and verdict(compared["entropy"][POOLED]) == "cannot tell"
     assert all(verdict(compared["kl"][variant]) == "worse" for variant in records)
     # Runs differ by far more than signals do within them, which an interval of means alone would drown in.
     assert compared["kl"][POOLED].half < 0.05
+    # More loss is worse where more of a gap is better, and the verdict is the same.
+    nats = against(records, ABOVE)["kl"][POOLED]
+    assert nats.mean == pytest.approx(0.3042, abs=1e-4) and verdict(nats, more_is_better=False) == "worse"
+    assert FIXED not in compared and against(records, LOOPS)[FIXED][POOLED].mean == pytest.approx(0.25)
 
 
 def test_a_gap_that_is_none_is_left_out():
@@ -74,8 +92,10 @@ def test_signals_that_not_every_run_was_asked_for_are_left_out():
 def test_tables_and_the_figure_have_every_model():
     found = made_up()
     tables = exit_tables(found)
-    assert [table.name for table in tables] == ["exits_gap", "exits_against", "exits_chosen", "exits_kinds"]
-    assert [row[0] for row in tables[1].rows] == [f"{OURS} − kl", f"{OURS} − entropy"]
+    names = ["gap", "above", "against_gap", "against_above", "against_loops", "chosen", "kinds"]
+    assert [table.name for table in tables] == [f"exits_{name}" for name in names]
+    assert [row[0] for row in tables[2].rows] == [f"{OURS} − kl", f"{OURS} − entropy"]
+    assert tables[4].rows[-1][0] == f"{OURS} − {FIXED}" and tables[5].rows[0][2].value == 1.75
     assert "vanilla" in csv_text(tables) and "−" not in tables[0].rows[0][0]
     [picture] = exit_pictures(found)
     assert [axes.get_title() for axes in picture.figure.axes] == ["vanilla", "operloop"]

@@ -36,6 +36,9 @@ OURS = "residual"
 """The signal whose thresholds are reported in full: the local objective."""
 PATIENT = f"{OURS}+1"
 """The same with one more loop: so that others read the keys of a token after its answer is written."""
+EVERY = (*SIGNALS, "gate")
+FAIR = (*EVERY, *(f"{name}+1" for name in EVERY))
+"""What a study tries: a loop more may help any signal, so that each has it."""
 
 
 class Pair(NamedTuple):
@@ -161,6 +164,7 @@ def evaluate_exits(
             },
             "signals": rows,
             **_controls(model, data, report, rows[OURS]),
+            "fixed": _fixed(model, choose, report, risk, confidence),
         }
         compare(record)
         best = Exit(OURS, rows[OURS]["chosen"]["threshold"])
@@ -178,13 +182,14 @@ def _rules(
     model: LoopedLM, data: Dataset, size: int, only: Sequence[str] | None
 ) -> list[tuple[str, Callable[[float], Exit]]]:
     """The exits that a model may have by their threshold, with a gate trained for it, or some of them."""
-    names = [*SIGNALS, "gate", PATIENT] if only is None else [*dict.fromkeys([OURS, *only])]
-    coda, rules = Layout.of(model.config).coda, []
+    names = [*EVERY, PATIENT] if only is None else [*dict.fromkeys([OURS, *only])]
+    coda, rules, made = Layout.of(model.config).coda, [], dict[str, Signal]()
     for name in names:
         signal, _, patience = name.partition("+")
-        made = train_gate(model, _training(data, size)) if signal == "gate" else find_signal(signal)
-        if coda or made.asks != "coda":
-            rules.append((name, partial(Exit, made, patience=int(patience or 0))))
+        if signal not in made:
+            made[signal] = train_gate(model, _training(data, size)) if signal == "gate" else find_signal(signal)
+        if coda or made[signal].asks != "coda":
+            rules.append((name, partial(Exit, made[signal], patience=int(patience or 0))))
     return rules
 
 
@@ -265,10 +270,7 @@ def _controls(model: LoopedLM, data: Dataset, report: Sequence[Pair], residual: 
     """The static frontier, random exits with the shares of the chosen one, and oracles that know every loss."""
     loop = model.loops[0]
     assert isinstance(loop, Loop)
-    static = [
-        run_exits(model, report, [Exit("change", math.inf, minimum=steps)] * len(report)).numbers()
-        for steps in range(1, loop.steps + 1)
-    ]
+    static = [run_exits(model, report, [_equally(steps)] * len(report)).numbers() for steps in range(1, loop.steps + 1)]
     torch.manual_seed(0)
     random = run_exits(model, report, [Exit(Random(residual["histogram"]), 1.0)] * len(report)).numbers()
     traces = [read_every_loop(model, *pair)[0] for pair in report]
@@ -279,6 +281,26 @@ def _controls(model: LoopedLM, data: Dataset, report: Sequence[Pair], residual: 
         policies += [[PerToken((each.clamp(1) + more).clamp(max=loop.steps)) for each in hops] for more in (0, 1)]
     oracle = [run_exits(model, report, policy).numbers() for policy in policies]
     return {"static": static, "random": random, "oracle": oracle}
+
+
+def _equally(steps: int) -> Exit:
+    """Every token takes so many steps, whatever its signal."""
+    return Exit("change", math.inf, minimum=steps)
+
+
+def _fixed(
+    model: LoopedLM, choose: Sequence[Pair], report: Sequence[Pair], risk: float, confidence: float
+) -> dict[str, float]:
+    """The least depth of all tokens that the risk bound allows: what a threshold must beat."""
+    steps = cast(Loop, model.loops[0]).steps
+    full, allowed = run_exits(model, choose, [_equally(steps)] * len(choose)), steps
+    for fewer in range(steps - 1, 0, -1):
+        tried = run_exits(model, choose, [_equally(fewer)] * len(choose))
+        if upper_bound(tried.by_window - full.by_window, confidence) > risk * max(full.loss, 1.0):
+            break
+        allowed = fewer
+    full, found = (run_exits(model, report, [_equally(each)] * len(report)) for each in (steps, allowed))
+    return found.numbers() | {"more loss": found.loss - full.loss}
 
 
 def _oracle(pairs: Sequence[Pair], traces: Sequence[Tensor], price: float, more: int) -> list[PerToken]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, final
 
 import numpy as np
 from matplotlib.figure import Figure
 
+from ..evaluation.exits import OURS, PATIENT
 from ..evaluation.frontier import frontier, mixed
 from ..reporting.exits import signals_of
 from ..reporting.plots import Picture
@@ -18,47 +19,84 @@ from .measures import Outcome
 from .statistics import Estimate, differences, estimate, fit
 from .tables import HALF_WIDTH
 
-OURS = "residual"
-"""The local objective."""
+FIXED = "fixed depth"
 POOLED = "all"
 
 Records = Mapping[str, Mapping[int, Mapping[str, Any]]]
 """By variant and seed."""
 
 
+@final
+class Measure(NamedTuple):
+    """A number by which signals of a run are compared."""
+
+    name: str
+    title: str
+    of: Callable[[Mapping[str, Any], str], float | None]
+    form: str
+    more_is_better: bool = False
+
+
+def _loops(record: Mapping[str, Any], signal: str) -> float:
+    return record["fixed"]["loops"] if signal == FIXED else record["signals"][signal]["chosen"]["loops"]
+
+
+GAP = Measure(
+    "gap", "share of the oracle's gap", lambda record, signal: _of(record, signal, "gap closed"), "{:.2f}", True
+)
+ABOVE = Measure(
+    "above", "loss above fixed depth, nats", lambda record, signal: _of(record, signal, "above fixed"), "{:.3f}"
+)
+LOOPS = Measure("loops", "mean loops that the risk bound allows", _loops, "{:.2f}")
+
+
+def _of(record: Mapping[str, Any], signal: str, key: str) -> float | None:
+    return record["signals"][signal][key]
+
+
 def exit_tables(found: Sequence[Outcome]) -> list[Table]:
-    """How much of the oracle's gap every signal closes, how the local objective fares, what thresholds save."""
+    """How every signal stands to fixed depth and oracle, how the local objective fares, what thresholds save."""
     records = {outcome.variant: outcome.exits for outcome in found if outcome.exits}
-    return [_gaps(records), _against(records), _chosen(records), _kinds(records)] if records else []
+    if not records:
+        return []
+    against = [_against(records, measure) for measure in (GAP, ABOVE, LOOPS)]
+    return [_gaps(records), _above(records), *against, _chosen(records), _kinds(records)]
 
 
 def _signals(records: Records) -> list[str]:
     return signals_of(record for by_seed in records.values() for record in by_seed.values())
 
 
-def gaps(records: Records, signal: str) -> dict[str, dict[int, float]]:
-    """The share of the oracle's gap that a signal closes, by variant and seed, where there is a gap."""
-    shares = {
-        variant: {seed: record["signals"][signal]["gap closed"] for seed, record in by_seed.items()}
+def shares(records: Records, measure: Measure, signal: str) -> dict[str, dict[int, float]]:
+    """What a measure says of a signal, by variant and seed, where it says something."""
+    rows = {
+        variant: {seed: measure.of(record, signal) for seed, record in by_seed.items()}
         for variant, by_seed in records.items()
     }
-    return {name: {seed: x for seed, x in row.items() if x is not None} for name, row in shares.items()}
+    return {name: {seed: x for seed, x in row.items() if x is not None} for name, row in rows.items()}
 
 
 def _cell(value: Estimate | None, form: str) -> Cell:
     return Cell(None) if value is None else Cell(value.mean, value.half, form=form)
 
 
+def _means(records: Records, measure: Measure, names: Sequence[str]) -> dict[str, list[Cell]]:
+    """A row of means over seeds for each variant, and one over all runs."""
+    found = [shares(records, measure, name) for name in names]
+    rows = {
+        variant: [_cell(estimate(list(row[variant].values())), measure.form) for row in found] for variant in records
+    }
+    every = [[x for by_seed in row.values() for x in by_seed.values()] for row in found]
+    return rows | {POOLED: [_cell(estimate(values), measure.form) for values in every]}
+
+
 def _gaps(records: Records) -> Table:
     rows: list[list[str | Cell]] = []
-    for variant, by_seed in records.items():
-        loss = [record["static"][-1]["loss"] for record in by_seed.values()]
-        gain = [record["static"][0]["loss"] - record["static"][-1]["loss"] for record in by_seed.values()]
-        shares = [estimate(list(gaps(records, signal)[variant].values())) for signal in _signals(records)]
-        row = [_cell(estimate(loss), "{:.4f}"), _cell(estimate(gain), "{:.4f}")]
-        rows.append([variant, *row, *(_cell(share, "{:.2f}") for share in shares)])
-    every = [[x for row in gaps(records, signal).values() for x in row.values()] for signal in _signals(records)]
-    rows.append([POOLED, Cell(None), Cell(None), *(_cell(estimate(values), "{:.2f}") for values in every)])
+    for variant, cells in _means(records, GAP, _signals(records)).items():
+        by_seed = list(records.get(variant, {}).values())
+        loss = estimate([record["static"][-1]["loss"] for record in by_seed])
+        gain = estimate([record["static"][0]["loss"] - record["static"][-1]["loss"] for record in by_seed])
+        rows.append([variant, _cell(loss, "{:.4f}"), _cell(gain, "{:.4f}"), *cells])
     notes = [
         "Of the area between two lines over mean loops: 0 is the static frontier, every token equally deep, 1 the best "
         "of oracles that know each token's loss after every loop at full depth (or its hops); negative is worse than "
@@ -70,26 +108,34 @@ def _gaps(records: Records) -> Table:
     return Table("exits_gap", title, header, rows, notes, error=HALF_WIDTH, labels=1)
 
 
-def against(records: Records) -> dict[str, dict[str, Estimate | None]]:
+def _above(records: Records) -> Table:
+    rows: list[list[str | Cell]] = [[name, *cells] for name, cells in _means(records, ABOVE, _signals(records)).items()]
+    notes = [
+        "Nats above the static frontier at equal mean loops, the mean over loops; negative is better than every token "
+        "equally deep. Unlike a share it does not grow where the oracle's gap is small. ± as above."
+    ]
+    title = "Loss above that of fixed depth at equal mean loops"
+    return Table("exits_above", title, ["model", *_signals(records)], rows, notes, error=HALF_WIDTH, labels=1)
+
+
+def against(records: Records, measure: Measure) -> dict[str, dict[str, Estimate | None]]:
     """Ours minus every other signal, by signal and variant, and over all runs; each family has intervals of its own."""
     others = [signal for signal in _signals(records) if signal != OURS]
+    if measure is LOOPS:
+        others.append(FIXED)
     # A block is a run: signals are compared within it.
-    within = {
-        f"{signal} of {variant}": {place * 1000 + seed: value for seed, value in row.items()}
-        for signal in [OURS, *others]
-        for place, (variant, row) in enumerate(gaps(records, signal).items())
-    }
-    pairs = [(f"{OURS} of {variant}", f"{other} of {variant}") for other in others for variant in records]
-    single = differences(fit(within), pairs)
-    pooled_table = {
+    blocks = {
         signal: {
-            place * 1000 + seed: value
-            for place, row in enumerate(gaps(records, signal).values())
-            for seed, value in row.items()
+            variant: {place * 1000 + seed: value for seed, value in row.items()}
+            for place, (variant, row) in enumerate(shares(records, measure, signal).items())
         }
         for signal in [OURS, *others]
     }
-    pooled = differences(fit(pooled_table), [(OURS, other) for other in others])
+    within = {f"{signal} of {variant}": row for signal, rows in blocks.items() for variant, row in rows.items()}
+    pairs = [(f"{OURS} of {variant}", f"{other} of {variant}") for other in others for variant in records]
+    single = differences(fit(within), pairs)
+    every = {signal: {key: x for row in rows.values() for key, x in row.items()} for signal, rows in blocks.items()}
+    pooled = differences(fit(every), [(OURS, other) for other in others])
     return {
         other: {variant: single[f"{OURS} of {variant}", f"{other} of {variant}"] for variant in records}
         | {POOLED: pooled[OURS, other]}
@@ -97,29 +143,30 @@ def against(records: Records) -> dict[str, dict[str, Estimate | None]]:
     }
 
 
-def verdict(value: Estimate | None) -> str:
+def verdict(value: Estimate | None, *, more_is_better: bool = True) -> str:
     """
     >>> verdict(Estimate(0.2, 0.1, ())), verdict(Estimate(0.2, 0.3, ())), verdict(None)
     ('better', 'cannot tell', 'cannot tell')
     """
     if value is None or not value.is_seen:
         return "cannot tell"
-    return "better" if value.mean > 0 else "worse"
+    return "better" if (value.mean > 0) == more_is_better else "worse"
 
 
-def _against(records: Records) -> Table:
+def _against(records: Records, measure: Measure) -> Table:
     rows: list[list[str | Cell]] = []
-    for other, by_variant in against(records).items():
-        cells = [_cell(value, "{:+.2f}") for value in by_variant.values()]
-        rows.append([f"{OURS} − {other}", *cells, verdict(by_variant[POOLED])])
+    for other, by_variant in against(records, measure).items():
+        cells = [_cell(value, measure.form.replace(":", ":+")) for value in by_variant.values()]
+        rows.append([f"{OURS} − {other}", *cells, verdict(by_variant[POOLED], more_is_better=measure.more_is_better)])
+    better = "Positive" if measure.more_is_better else "Negative"
     notes = [
-        "Differences in the share of the oracle's gap, within runs. ± is a 95% interval that holds for all differences "
-        "of a family at once: one family is all models and signals apart, the other the last column but one, over all "
-        "runs. Positive: the local objective is better.",
+        f"Differences within runs. ± is a 95% interval that holds for all differences of a family at once: one family "
+        "is all models and signals apart, the other the last column but one, over all runs, which takes differences "
+        f"between models for noise. {better}: the local objective is better.",
     ]
     header = ["difference", *records, POOLED, "verdict over all runs"]
-    title = "The local objective against other signals"
-    return Table("exits_against", title, header, rows, notes, error=HALF_WIDTH, labels=1)
+    title = f"The local objective against other signals: {measure.title}"
+    return Table(f"exits_against_{measure.name}", title, header, rows, notes, error=HALF_WIDTH, labels=1)
 
 
 def _chosen(records: Records) -> Table:
@@ -129,12 +176,15 @@ def _chosen(records: Records) -> Table:
             signal: [record["signals"][signal]["chosen"] for record in by_seed.values()] for signal in _signals(records)
         }
         loops = [estimate([row["loops"] for row in each]) for each in chosen.values()]
-        rows.append([variant, "mean loops", *(_cell(value, "{:.2f}") for value in loops)])
+        fixed = [record["fixed"] for record in by_seed.values()]
+        least = _cell(estimate([row["loops"] for row in fixed]), "{:.2f}")
+        rows.append([variant, "mean loops", least, *(_cell(value, "{:.2f}") for value in loops)])
         more = [estimate([row["more loss"] for row in each]) for each in chosen.values()]
-        rows.append([variant, "more loss, nats", *(_cell(value, "{:+.4f}") for value in more)])
+        lost = _cell(estimate([row["more loss"] for row in fixed]), "{:+.4f}")
+        rows.append([variant, "more loss, nats", lost, *(_cell(value, "{:+.4f}") for value in more)])
         random = [record["random"]["loss"] - record["static"][-1]["loss"] for record in by_seed.values()]
         same = [_cell(estimate(random), "{:+.4f}") if name == OURS else Cell(None) for name in chosen]
-        rows.append([variant, "the same of random exits", *same])
+        rows.append([variant, "the same of random exits", Cell(None), *same])
     settings = next(iter(next(iter(records.values())).values()))["settings"]
     risk, sure = settings["risk"], settings["confidence"]
     notes = [
@@ -142,7 +192,7 @@ def _chosen(records: Records) -> Table:
         f"nat by {risk:g} nats (confidence {sure:.0%}), on half of {settings['windows']} held-out windows; the numbers "
         "are of the other half. Means over seeds, ± a 95% interval.",
     ]
-    header = ["model", "", *_signals(records)]
+    header = ["model", "", FIXED, *_signals(records)]
     return Table("exits_chosen", "Thresholds that a risk bound allows", header, rows, notes, error=HALF_WIDTH, labels=2)
 
 
@@ -170,9 +220,10 @@ def exit_pictures(found: Sequence[Outcome]) -> list[Picture]:
     rows = -(-len(records) // columns)
     figure = Figure(figsize=(3.0 * columns + 0.6, 2.5 * rows + 0.9), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False)
+    drawn = [signal for signal in _signals(records) if "+" not in signal or signal == PATIENT]
     for axes, (variant, by_seed) in zip(panels.flat, records.items(), strict=False):
         seeds = list(by_seed.values())
-        for place, signal in enumerate(_signals(records)):
+        for place, signal in enumerate(drawn):
             style = LINESTYLES[place % len(LINESTYLES)]
             width = 2.2 if signal == OURS else 1.0
             curves = [[*record["signals"][signal]["curve"], record["static"][-1]] for record in seeds]

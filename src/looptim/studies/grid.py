@@ -24,7 +24,7 @@ from ..base.files import HeldError, write_whole
 from ..config import Config
 from ..data import GRADED
 from ..evaluation import evaluate
-from ..evaluation.exits import evaluate_exits
+from ..evaluation.exits import FAIR, evaluate_exits
 from ..evaluation.graded import evaluate_hops
 from ..evaluation.tasks import COUNT as PROBLEMS
 from ..rundir import RunDir, read_record
@@ -188,7 +188,7 @@ def train_cell(cell: Cell, runs: Path) -> None:
             _ask(task, run)
         if cell.exits:
             with run.claim():
-                evaluate_exits(run.path, windows=EXIT_WINDOWS, speed=False, quiet=True)
+                evaluate_exits(run.path, windows=EXIT_WINDOWS, speed=False, only=FAIR, quiet=True)
     except DivergedError as error:
         write_whole(run.diverged_file, str(error))
 
