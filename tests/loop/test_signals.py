@@ -171,6 +171,7 @@ def test_a_gate_lets_out_by_the_probability_of_being_inside():
         (lambda: Exit("residual", 0.1, prompt=-1), "prompt must be a whole number of tokens, got -1"),
         (lambda: Exit("residual", 0.1, patience=0.5), "patience must be a whole number of steps, got 0.5"),
         (lambda: parse_depth("residual+soon:0.1"), "depth 'residual.soon:0.1' does not parse"),
+        (lambda: parse_depth("residual:0.1:1:8:again"), "depth 'residual:0.1:1:8:again' does not parse"),
         (lambda: parse_depth("residual+-1:0.1"), "patience must be a whole number of steps, got -1"),
         (lambda: run(Exit("kl", 0.1)), "the signal kl looks at predictions, which take a model's head"),
         (lambda: run(Exit("residual", 0.1, minimum=9)), "minimum .9. must not exceed the 5 steps of operloop"),
@@ -199,6 +200,7 @@ def test_an_exit_is_written_on_a_command_line():
     assert str(depth) == "kl < 0.001, minimum 2, maximum 8, prefill with exits"
     assert str(Exit("kl", 0.1, prompt=9)).endswith(", the first 9 tokens at full depth")
     assert parse_depth("change+2:0.1").patience == 2
+    assert parse_depth("change:0.1:1:8:repeat").repeat_last and not parse_depth("change:0.1:1:8").repeat_last
     assert str(parse_depth("change+2:0.1")).startswith("change < 0.1, 2 more, minimum 1")
     predicting = {"kl", "entropy", "margin"}
     assert set(SIGNALS) == {"residual", "change", "acceleration"} | predicting | {f"{name}_coda" for name in predicting}

@@ -65,7 +65,7 @@ DepthOption = Annotated[
     str | None,
     typer.Option(
         metavar="SIGNAL:THRESHOLD",
-        help="Let tokens leave the loop early, as in residual:0.05[:MINIMUM[:MAXIMUM]], or residual+1:0.05.",
+        help="Let tokens leave the loop early, as in residual:0.05[:MINIMUM[:MAXIMUM[:repeat]]], or residual+1:0.05.",
     ),
 ]
 Loops = Annotated[

@@ -278,7 +278,7 @@ class Exit(Depth):
 
 
 def parse_depth(text: str) -> Depth:
-    """Parse a depth from the command line: a number of loops, or SIGNAL[+PATIENCE]:THRESHOLD[:MINIMUM[:MAXIMUM]].
+    """Parse a number of loops, or SIGNAL[+PATIENCE]:THRESHOLD[:MINIMUM[:MAXIMUM[:repeat]]], from the command line.
 
     >>> parse_depth("4").steps
     4
@@ -286,12 +286,15 @@ def parse_depth(text: str) -> Depth:
     'residual < 0.05, minimum 2, maximum as the layout says, prefill with exits'
     >>> parse_depth("residual+1:0.05").patience
     1
+    >>> parse_depth("residual:0.05:1:8:repeat").repeat_last
+    True
     """
     name, *numbers = text.split(":")
+    repeats = numbers[3:] == ["repeat"]
     try:
         if not numbers:
             return Fixed(int(name))
-        threshold, *bounds = numbers
+        threshold, *bounds = numbers[: 3 if repeats else None]
         minimum, maximum = [*map(int, bounds), *[1, None][len(bounds) :]]
         values = float(threshold), int(minimum or 1), maximum
         signal, _, patience = name.partition("+")
@@ -300,7 +303,7 @@ def parse_depth(text: str) -> Depth:
         raise ValueError(
             f"depth {text!r} does not parse; give a number of loops, or a signal and its threshold, as in residual:0.05"
         ) from None
-    return Exit(signal, *values, patience=more)
+    return Exit(signal, *values, repeat_last=repeats, patience=more)
 
 
 def _check_leaving(loop: Loop, total: int, *, repeat_last: bool) -> None:
@@ -313,7 +316,7 @@ def _check_leaving(loop: Loop, total: int, *, repeat_last: bool) -> None:
     if not loop.shared and total > loop.steps and not repeat_last:
         raise ValueError(
             f"{loop.name} has loop-specific parameters for {loop.steps} steps, and maximum is {total}; lower it, or "
-            "let its last transition go on with repeat_last=True"
+            "let its last transition go on: repeat_last=True, or :repeat behind the maximum on the command line"
         )
 
 

@@ -103,6 +103,8 @@ def chosen_table(name: str, group: Sequence[Record]) -> Table:
             ]
         )
     rows.append(_control("random, the shares of residual", [record["random"] for record in group]))
+    if all("fixed" in record for record in group):
+        rows.append(_control("fixed depth, by the same bound", [record["fixed"] for record in group]))
     rows += [_control(f"all {i + 1} loops", [r["static"][i] for r in group]) for i in range(len(group[0]["static"]))]
     risk, sure = settings["risk"], settings["confidence"]
     notes = [
@@ -116,8 +118,8 @@ def chosen_table(name: str, group: Sequence[Record]) -> Table:
 
 
 def _control(name: str, rows: Sequence[Mapping[str, float]]) -> list[str | Cell]:
-    means = [_mean((row[key] for row in rows), form) for key, form in (("loops", "{:.2f}"), ("loss", "{:.4f}"))]
-    return [name, Cell(None), *means, Cell(None)]
+    forms = {"loops": "{:.2f}", "loss": "{:.4f}", "more loss": "{:+.4f}"}
+    return [name, Cell(None), *(_mean((row.get(key) for row in rows), form) for key, form in forms.items())]
 
 
 def histogram_table(groups: Mapping[str, Sequence[Record]]) -> Table:
