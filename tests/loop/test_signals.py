@@ -172,6 +172,7 @@ def test_a_gate_lets_out_by_the_probability_of_being_inside():
         (lambda: Exit("residual", 0.1, patience=0.5), "patience must be a whole number of steps, got 0.5"),
         (lambda: parse_depth("residual+soon:0.1"), "depth 'residual.soon:0.1' does not parse"),
         (lambda: parse_depth("residual:0.1:1:8:again"), "depth 'residual:0.1:1:8:again' does not parse"),
+        (lambda: parse_depth("residual:0.1:0"), "minimum must be a whole number of at least 1, got 0"),
         (lambda: parse_depth("residual+-1:0.1"), "patience must be a whole number of steps, got -1"),
         (lambda: run(Exit("kl", 0.1)), "the signal kl looks at predictions, which take a model's head"),
         (lambda: run(Exit("residual", 0.1, minimum=9)), "minimum .9. must not exceed the 5 steps of operloop"),

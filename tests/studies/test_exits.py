@@ -84,6 +84,15 @@ def test_a_gap_that_is_none_is_left_out():
     assert tables[0].rows[0][-1].value == 0.4 and tables[0].rows[0][-1].error is None
 
 
+def test_a_run_of_before_has_no_fixed_depth():
+    found = made_up()
+    for each in found:
+        for known in each.exits.values():
+            del known["fixed"]
+    chosen = exit_tables(found)[5]
+    assert chosen.rows[0][2].value is None and chosen.rows[0][3].value == 2.0
+
+
 def test_signals_that_not_every_run_was_asked_for_are_left_out():
     tables = exit_tables([outcome("vanilla", [{OURS: 0.2, "kl": 0.1, "new": 0.3}, {OURS: 0.3, "kl": 0.4}])])
     assert tables[0].header[-2:] == [OURS, "kl"]

@@ -40,7 +40,7 @@ def decoding_speed(model: LoopedLM, depth: Exit, tokens: Tensor, *, new: int = 2
                 for name, policy in policies.items():
                     wrapped.set_depth(policy)
                     seen.clear()
-                    seconds[name].append(_decode(wrapped, prompts[:batch], new))
+                    seconds[name].append(decode(wrapped, prompts[:batch], new))
             loops = torch.cat([each[:, -1] for each in seen[1:]]).double().mean().item() if len(seen) > 1 else None
             full, compact, exits = (sorted(each)[ROUNDS // 2] for each in seconds.values())
             made = batch * (new - 1)
@@ -59,7 +59,7 @@ def decoding_speed(model: LoopedLM, depth: Exit, tokens: Tensor, *, new: int = 2
     return rows
 
 
-def _decode(wrapped: Any, prompts: Tensor, new: int) -> float:
+def decode(wrapped: Any, prompts: Tensor, new: int) -> float:
     """Seconds for the tokens after the first, which exclude the prompt."""
     out = wrapped(prompts, use_cache=True)
     token = out.logits[:, -1:].argmax(-1)

@@ -295,8 +295,8 @@ def parse_depth(text: str) -> Depth:
         if not numbers:
             return Fixed(int(name))
         threshold, *bounds = numbers[: 3 if repeats else None]
-        minimum, maximum = [*map(int, bounds), *[1, None][len(bounds) :]]
-        values = float(threshold), int(minimum or 1), maximum
+        minimum, maximum = [*bounds, *["1", ""][len(bounds) :]]
+        values = float(threshold), int(minimum), int(maximum) if maximum else None
         signal, _, patience = name.partition("+")
         more = int(patience or 0)
     except ValueError:

@@ -37,8 +37,10 @@ class Measure(NamedTuple):
     more_is_better: bool = False
 
 
-def _loops(record: Mapping[str, Any], signal: str) -> float:
-    return record["fixed"]["loops"] if signal == FIXED else record["signals"][signal]["chosen"]["loops"]
+def _loops(record: Mapping[str, Any], signal: str) -> float | None:
+    # Runs of before, of an archive, were not asked for the fixed depth.
+    known = record.get("fixed", {}) if signal == FIXED else record["signals"][signal]["chosen"]
+    return known.get("loops")
 
 
 GAP = Measure(
@@ -51,7 +53,7 @@ LOOPS = Measure("loops", "mean loops that the risk bound allows", _loops, "{:.2f
 
 
 def _of(record: Mapping[str, Any], signal: str, key: str) -> float | None:
-    return record["signals"][signal][key]
+    return record["signals"][signal].get(key)
 
 
 def exit_tables(found: Sequence[Outcome]) -> list[Table]:
@@ -176,7 +178,7 @@ def _chosen(records: Records) -> Table:
             signal: [record["signals"][signal]["chosen"] for record in by_seed.values()] for signal in _signals(records)
         }
         loops = [estimate([row["loops"] for row in each]) for each in chosen.values()]
-        fixed = [record["fixed"] for record in by_seed.values()]
+        fixed = [record["fixed"] for record in by_seed.values() if "fixed" in record]
         least = _cell(estimate([row["loops"] for row in fixed]), "{:.2f}")
         rows.append([variant, "mean loops", least, *(_cell(value, "{:.2f}") for value in loops)])
         more = [estimate([row["more loss"] for row in each]) for each in chosen.values()]
