@@ -192,3 +192,15 @@ def test_a_tracker_alone_is_a_list_of_one():
     assert lo.load_config("nano", set=['train.track=["wandb", "trackio"]']).train.track == ("wandb", "trackio")
     with pytest.raises(ValueError, match="track"):
         lo.load_config("nano", set=["train.track=wandbb"])
+
+
+def test_read_outs_are_after_loops_that_there_are():
+    assert lo.load_config("nano-adaptive", set=["train.loops.readouts=5"]).train.loops.readouts == 5
+    for changes, message in (
+        (["readouts=6"], r"readouts \(6\) must be less than the 6 loops of model\.layout \(1-1x6-1\)"),
+        (["readout_prior=[1, 1, 1, 1, 1, 1]"], r"readout_prior has 6 weights, but model\.layout .* has 5 loops before"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lo.load_config("nano-adaptive", set=[f"train.loops.{change}" for change in changes])
+    # A random number of loops may be too small for what is asked; as many as there are must do.
+    lo.load_config("nano-adaptive", set=["train.loops.readouts=6", "train.loops.scheme=huginn"])

@@ -69,6 +69,17 @@ class Config(Strict):
         looped = [segment.loops for segment in self.model.segments if segment.loops is not None]
         if loops.readouts and len(looped) > 1:
             raise ValueError(f"train.loops.readouts needs one loop, and model.layout ({self.model.layout}) has more")
+        fixed = loops.readouts and looped and loops.scheme == "fixed"
+        if fixed and not loops.readouts < looped[0]:
+            raise ValueError(
+                f"train.loops.readouts ({loops.readouts}) must be less than the {looped[0]} loops of model.layout "
+                f"({self.model.layout}), the last of which is read out anyway"
+            )
+        if fixed and len(loops.readout_prior) >= looped[0]:
+            raise ValueError(
+                f"train.loops.readout_prior has {len(loops.readout_prior)} weights, but model.layout "
+                f"({self.model.layout}) has {looped[0] - 1} loops before the last"
+            )
         sampled = loops.scheme != "fixed" or loops.grad_loops is not None or loops.readouts > 0 or loops.warmup > 0
         if sampled and all(segment.loops is None for segment in self.model.segments):
             raise ValueError(f"train.loops needs a loop, and model.layout ({self.model.layout}) has none")
