@@ -72,7 +72,7 @@ def test_what_is_screened_with_patience_reads_a_later_loss():
     losses, _ = read_every_loop(model, *given)
     values, known = torch.tensor([0.1, 0.5]).reshape(2, 1, 1).expand(2, 4, 12), given.targets != IGNORE
     for threshold, patience, loops in ((0.0, 1, 3), (0.2, 0, 1), (0.2, 1, 2), (0.2, 5, 3)):
-        [row] = _screened(model, [given], [values], [Exit("residual", threshold, patience=patience)])
+        [row] = _screened([losses], [given], [values], [Exit("residual", threshold, patience=patience)])
         assert row["loops"] == loops and row["loss"] == pytest.approx(losses[loops - 1][known].mean().item(), rel=1e-5)
 
 

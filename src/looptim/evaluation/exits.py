@@ -82,6 +82,24 @@ def run_exits(model: LoopedLM, pairs: Sequence[Pair], depths: Sequence[Depth]) -
 
 
 @final
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """Held-out windows to choose by and to report on, and what comes of them at full depth."""
+
+    choose: list[Pair]
+    report: list[Pair]
+    chosen: Outcome
+    reported: Outcome
+    losses: list[Tensor]
+    """Of the windows to choose by, after every loop: (R, B, T) for each batch."""
+
+    @classmethod
+    def of(cls, model: LoopedLM, choose: list[Pair], report: list[Pair]) -> Held:
+        full = [run_exits(model, pairs, [Exit(OURS, 0.0)] * len(pairs)) for pairs in (choose, report)]
+        return cls(choose, report, *full, [read_every_loop(model, *pair)[0] for pair in choose])
+
+
+@final
 class Listener(Signal):
     """All signals at once, on a walk that nobody leaves: what they say at full depth."""
 
@@ -140,15 +158,16 @@ def evaluate_exits(
     config = RunDir(path).config()
     data = open_data(config.data, vocab_size=config.model.vocab_size, seq_len=config.train.seq_len, progress=not quiet)
     size = min(32, windows // 4)
-    choose, report = _pairs(data, windows // 2, size, first=0), _pairs(data, windows // 2, size, first=1)
     with Progress("exits", show=not quiet) as progress:
         rules = _rules(model, data, size, only)
-        heard = listen(model, choose, {name.partition("+")[0]: cast(Signal, rule(0).signal) for name, rule in rules})
-        rows = {
-            name: _one_signal(model, rule, heard[name.partition("+")[0]], choose, report, risk, confidence)
-            for name, rule in rules
-        }
-        progress.advance(1)
+        progress.expect(len(rules) + 1 + speed)
+        held = Held.of(model, _pairs(data, windows // 2, size, first=0), _pairs(data, windows // 2, size, first=1))
+        signals = {name.partition("+")[0]: cast(Signal, rule(0).signal) for name, rule in rules}
+        heard = listen(model, held.choose, signals)
+        rows = {}
+        for name, rule in rules:
+            rows[name] = _one_signal(model, rule, heard[name.partition("+")[0]], held, risk, confidence)
+            progress.advance(1)
         record = {
             "settings": {
                 "risk": risk,
@@ -163,16 +182,17 @@ def evaluate_exits(
                 "seed": config.train.seed,
             },
             "signals": rows,
-            **_controls(model, data, report, rows[OURS]),
-            "fixed": _fixed(model, choose, report, risk, confidence),
+            **_controls(model, data, held.report, rows[OURS]),
+            "fixed": _fixed(model, held, risk, confidence),
         }
         compare(record)
         best = Exit(OURS, rows[OURS]["chosen"]["threshold"])
-        shown = run_exits(model, report, [best] * len(report))
-        record["kinds"] = depth_by_kind(report, shown.depths, tokenizer, data)
+        shown = run_exits(model, held.report, [best] * len(held.report))
+        record["kinds"] = depth_by_kind(held.report, shown.depths, tokenizer, data)
         record["flops"] = flops_of(config.model, rows[OURS]["chosen"]["loops"])
+        progress.advance(1)
         if speed:
-            record["speed"] = decoding_speed(model, best, report[0].tokens)
+            record["speed"] = decoding_speed(model, best, held.report[0].tokens)
     files = RunDir(path).exits if out is None else Evaluation(Path(out), "exits")
     files.write(files.result, record)
     return record | {"file": str(files.result)}
@@ -210,19 +230,18 @@ def _one_signal(
     model: LoopedLM,
     rule: Callable[[float], Exit],
     heard: list[Tensor],
-    choose: Sequence[Pair],
-    report: Sequence[Pair],
+    held: Held,
     risk: float,
     confidence: float,
 ) -> dict[str, Any]:
     """A signal's curve on the windows to report on, and the threshold that the others chose."""
+    choose, report, full = held.choose, held.report, held.chosen
     values = torch.cat([value.flatten() for value in heard])
     values = values[values < torch.finfo(values.dtype).max]
     # A signal that compares three steps says nothing in a loop of three.
     levels = LEVELS if len(values) else ()
     # What is never negative may be rounded to it.
     thresholds = sorted({max(float(torch.quantile(values[:1_000_000], level)), 0.0) for level in levels}) or [0.0]
-    full = run_exits(model, choose, [rule(0.0)] * len(choose))
     accepted, open_ = 0.0, True
     curve = []
     for threshold in thresholds:
@@ -233,10 +252,10 @@ def _one_signal(
             accepted = threshold if open_ else accepted
         curve.append({"threshold": threshold, **run_exits(model, report, [depth] * len(report)).numbers()})
     chosen = run_exits(model, report, [rule(accepted)] * len(report))
-    full = run_exits(model, report, [rule(0.0)] * len(report))
+    full = held.reported
     shares = torch.bincount(torch.cat([d.flatten() for d in chosen.depths]), minlength=int(full.loops) + 1)[1:]
     return {
-        "screened": _screened(model, choose, heard, [rule(threshold) for threshold in thresholds]),
+        "screened": _screened(held.losses, choose, heard, [rule(threshold) for threshold in thresholds]),
         "curve": curve,
         "chosen": {
             "threshold": accepted,
@@ -249,11 +268,10 @@ def _one_signal(
 
 
 def _screened(
-    model: LoopedLM, pairs: Sequence[Pair], heard: list[Tensor], exits: Sequence[Exit]
+    traces: Sequence[Tensor], pairs: Sequence[Pair], heard: list[Tensor], exits: Sequence[Exit]
 ) -> list[dict[str, float]]:
     """What each threshold would give if nobody's exit changed what others read: off the full-depth trace alone."""
     rows = []
-    traces = [read_every_loop(model, *pair)[0] for pair in pairs]
     for each in exits:
         total = np.zeros(3)
         for losses, values, (_, targets) in zip(traces, heard, pairs, strict=True):
@@ -288,19 +306,17 @@ def _equally(steps: int) -> Exit:
     return Exit("change", math.inf, minimum=steps)
 
 
-def _fixed(
-    model: LoopedLM, choose: Sequence[Pair], report: Sequence[Pair], risk: float, confidence: float
-) -> dict[str, float]:
+def _fixed(model: LoopedLM, held: Held, risk: float, confidence: float) -> dict[str, float]:
     """The least depth of all tokens that the risk bound allows: what a threshold must beat."""
-    steps = cast(Loop, model.loops[0]).steps
-    full, allowed = run_exits(model, choose, [_equally(steps)] * len(choose)), steps
+    full = held.chosen
+    allowed = steps = cast(Loop, model.loops[0]).steps
     for fewer in range(steps - 1, 0, -1):
-        tried = run_exits(model, choose, [_equally(fewer)] * len(choose))
+        tried = run_exits(model, held.choose, [_equally(fewer)] * len(held.choose))
         if upper_bound(tried.by_window - full.by_window, confidence) > risk * max(full.loss, 1.0):
             break
         allowed = fewer
-    full, found = (run_exits(model, report, [_equally(each)] * len(report)) for each in (steps, allowed))
-    return found.numbers() | {"more loss": found.loss - full.loss}
+    found = run_exits(model, held.report, [_equally(allowed)] * len(held.report))
+    return found.numbers() | {"more loss": found.loss - held.reported.loss}
 
 
 def _oracle(pairs: Sequence[Pair], traces: Sequence[Tensor], price: float, more: int) -> list[PerToken]:
