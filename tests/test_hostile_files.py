@@ -147,6 +147,18 @@ def test_no_link_of_a_run_leads_out_of_it(trained, tmp_path, name, target):
     assert (outside / "secret").read_text() == "secret"
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+@pytest.mark.parametrize("name", ["eval/x.json", "checkpoints/step_000003/index.json", "tokenizer/tokenizer.json"])
+def test_a_pipe_in_a_run_is_not_waited_for(trained, tmp_path, name):
+    folder = Path(shutil.copytree(trained, tmp_path / "run"))
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    for verb in (lambda: lo.load(folder), lambda: lo.report(folder), lambda: lo.export(folder)):
+        with pytest.raises(ValueError, match="is neither a file nor a folder; remove it"):
+            verb()
+
+
 def test_a_link_inside_a_run_and_to_a_run_is_fine(trained, tmp_path):
     folder = Path(shutil.copytree(trained, tmp_path / "run"))
     (folder / "latest").symlink_to("checkpoints")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .base.files import check_files
 from .config import ModelConfig
 from .data import Tokenizer
 from .model import LoopedLM
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 def load(path: str | Path) -> tuple[LoopedLM, Tokenizer]:
     """The model, in eval mode, and the tokenizer, from a run's last checkpoint or a folder that `export` wrote."""
     path, run = Path(path), RunDir(path)
+    check_files([path, *path.glob("*"), *path.glob("checkpoints/*")])
     if run.latest() is not None:
         return _checked(path, *_load_run(run))
     if (path / "config.json").is_file():

@@ -88,7 +88,8 @@ class RunDir:
 
     def check_links(self) -> None:
         """Check that no link in the folder leads out of it; files are written and shown by these names."""
-        check_links(self.path, [self.path, *self.path.glob("*"), *self.eval.glob("*")])
+        inside = (*self.path.glob("*"), *self.path.glob("checkpoints/*"), *self.eval.glob("*"))
+        check_links(self.path, [self.path, *inside])
 
     def evaluation(self, task: str, *, limit: int | None = None, loops: int | None = None) -> Evaluation:
         """The files of a task that is or will be evaluated on the run."""

@@ -13,7 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from looptim.evaluation.sandbox import CodeEval, Limits, check_isolation, confine, run, run_program, syscalls, wire
+from looptim.evaluation.sandbox import (
+    CodeEval,
+    Limits,
+    check_isolation,
+    confine,
+    metric,
+    run,
+    run_program,
+    syscalls,
+    wire,
+)
 
 pytestmark = [
     pytest.mark.long,
@@ -244,3 +254,13 @@ def test_the_stand_in_for_code_eval_gives_pass_at_k():
     assert [row[0].passed for row in outcomes.values()] == [True, False]
     assert metric.describe()["programs"] == 2
     assert metric.describe()["isolation"] == list(run_program("pass").isolation)
+
+
+def test_a_program_that_is_not_started_is_no_wrong_answer(monkeypatch):
+    never = run.Outcome(False, "did not start within 20 s", ())
+    answers = [never, never, run.Outcome(True, "passed", ("limits",))]
+    monkeypatch.setattr(metric, "run_program", lambda *arguments, **options: answers.pop(0))
+    assert CodeEval().compute([""], [[""]])[0] == {"pass@1": 1.0}
+    answers += [never] * 3
+    with pytest.raises(ValueError, match="was not started within 20 s, 3 times"):
+        CodeEval().compute([""], [[""]])

@@ -176,11 +176,22 @@ def check_writable(folder: Path) -> None:
 
 def check_links(root: Path, folders: Iterable[Path]) -> None:
     """Check that no link in any of `folders` leads out of `root`; somebody may have planted it."""
-    here = root.resolve()
-    for folder in folders:
-        for path in folder.iterdir() if folder.is_dir() else ():
-            if path.is_symlink() and not path.resolve().is_relative_to(here):
-                raise ValueError(f"{path} is a link that leads out of {root}; remove or replace it")
+    here, folders = root.resolve(), list(folders)
+    for path in _in(folders):
+        if path.is_symlink() and not path.resolve().is_relative_to(here):
+            raise ValueError(f"{path} is a link that leads out of {root}; remove or replace it")
+    check_files(folders)
+
+
+def check_files(folders: Iterable[Path]) -> None:
+    """Check that all in `folders` are files and folders; who opens a pipe that somebody planted waits forever."""
+    for path in _in(folders):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ValueError(f"{path} is neither a file nor a folder; remove it")
+
+
+def _in(folders: Iterable[Path]) -> Iterator[Path]:
+    return (path for folder in folders if folder.is_dir() for path in folder.iterdir())
 
 
 @contextlib.contextmanager
