@@ -1,14 +1,19 @@
 """The suite of benchmarks: what is counted, and when a comparison with a baseline fails."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
+import typer
 from support import run
 
 import looptim as lo
-from looptim.hf import LoopedForCausalLM, peers
-from looptim.hf.bench import Measure, as_json, count_operations, kept_memory, regressions, saved_words
+from looptim.cli import costs
+from looptim.hf import LoopedForCausalLM, bench, peers
+from looptim.hf.baseline import Measure, as_json, read, regressions, update
+from looptim.hf.bench import count_operations, kept_memory, saved_words, suite
+from looptim.training.peak import clock
 
 STEADY = Measure("time", 1.00, 1.01, 1.02, "lower")
 
@@ -34,9 +39,59 @@ def test_another_kind_of_processor_is_not_compared(baseline):
 
 
 def test_what_is_no_baseline_is_refused(tmp_path):
-    (tmp_path / "other.json").write_text("[]")
-    with pytest.raises(ValueError, match="no baseline"):
-        regressions([STEADY], tmp_path / "other.json")
+    for text in ("[]", "", '{"measures": [1]}'):
+        (tmp_path / "other.json").write_text(text)
+        with pytest.raises(ValueError, match="no baseline"):
+            regressions([STEADY], tmp_path / "other.json")
+
+
+def test_a_baseline_grows_group_by_group_under_the_same_conditions(baseline):
+    update(baseline, [dataclasses.replace(STEADY, median=1.015), Measure("words", 5, 5, 5, "lower")])
+    assert {name: measure.median for name, measure in read(baseline)[1].items()} == {
+        "time": 1.015,
+        "speed": 1.40,
+        "words": 5,
+    }
+    baseline.write_text(baseline.read_text().replace('"threads": ', '"threads": 9'))
+    with pytest.raises(ValueError, match="was measured with"):
+        update(baseline, [STEADY])
+
+
+def test_a_slowdown_fails_and_an_equal_run_passes(baseline, monkeypatch, capsys):
+    seconds = {"theirs": 0.03, "ours": 0.03}
+    calls = {name: lambda name=name: spend(seconds[name]) for name in seconds}
+    monkeypatch.setitem(bench.SUITE, "decoding", lambda repeats: [bench._speed("decoding", calls, repeats)])
+    options = {"names": None, "suite": True, "only": ["decoding"], "repeats": 9}
+    costs.bench(**options, update=baseline)
+    costs.bench(**options, baseline=baseline)
+    seconds["ours"] *= 4
+    with pytest.raises(typer.Exit) as ended:
+        costs.bench(**options, baseline=baseline)
+    assert ended.value.exit_code == 1
+    assert "worse than the baseline:\ndecoding: " in capsys.readouterr().err
+
+
+def spend(seconds):
+    """Compute for so long, by the clock of the bench."""
+    now = clock("cpu")
+    end = now() + seconds
+    while now() < end:
+        pass
+
+
+def test_only_takes_the_groups_there_are():
+    with pytest.raises(ValueError, match="did you mean 'memory'"):
+        suite(["memry"])
+    # What is counted needs no repeats, and comes out the same again.
+    assert suite(["memory"], repeats=1) == suite(["memory"])
+
+
+def test_the_committed_baseline_and_the_page_say_the_same():
+    folder = Path(__file__).parents[2]
+    known, measures = read(folder / "benchmarks" / "baseline.json")
+    assert known["threads"] == 1
+    page = (folder / "docs" / "performance.md").read_text()
+    assert all(f"| {' | '.join(measure.cells)} |" in page for measure in measures.values())
 
 
 def test_counts_of_a_step():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -98,18 +99,28 @@ def bench(
     suite: Annotated[
         bool, typer.Option("--suite", help="Run the full benchmark suite, including peer libraries.")
     ] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="GROUP", help="With --suite: transition, memory, decoding, ...; may be repeated."),
+    ] = None,
     baseline: Annotated[
-        Path | None, typer.Option(help="With --suite: fail if worse than this file, written by --suite --json.")
+        Path | None, typer.Option(help="With --suite: fail if worse than this file, written by --update.")
+    ] = None,
+    update: Annotated[
+        Path | None, typer.Option(help="With --suite: write what was measured into this file, a baseline.")
     ] = None,
     json: Json = False,
 ) -> None:
     """Measure what a transition costs on this machine. Time, FLOPs and parameters are relative to the plain loop."""
     import looptim
 
-    if suite or baseline:
+    if suite or baseline or update or only:
         if not suite or names or recipe or set:
-            raise ValueError("--baseline goes with --suite, which takes no PRESET, --recipe or --set; leave them out")
-        _bench_suite(repeats, baseline, json=json)
+            raise ValueError(
+                "--only, --baseline and --update go with --suite, which takes no PRESET, --recipe or --set; "
+                "leave them out"
+            )
+        _bench_suite(only or (), repeats, baseline, update, json=json)
         return
     if set and not recipe:
         raise ValueError("--set changes a recipe; give --recipe too, such as --recipe nano")
@@ -123,12 +134,19 @@ def bench(
     print_table(answer.head, answer.rows)
 
 
-def _bench_suite(repeats: int, baseline: Path | None, *, json: bool) -> None:
+def _bench_suite(only: Iterable[str], repeats: int, baseline: Path | None, update: Path | None, *, json: bool) -> None:
     try:
-        from ..hf.bench import COLUMNS, as_json, processor, regressions, suite
+        from ..hf import baseline as kept
+        from ..hf.baseline import COLUMNS, as_json, processor, regressions
+        from ..hf.bench import suite
     except ModuleNotFoundError as error:
         raise ValueError(f"--suite needs {error.name}; pip install 'looptim[hf]'") from None
-    measures = suite(repeats=repeats)
+    if baseline is not None:
+        # A file that is none is said before anything is measured.
+        kept.read(baseline)
+    measures = suite(only, repeats=repeats)
+    if update is not None:
+        kept.update(update, measures)
     if json:
         print(as_json(measures), end="")
     else:

@@ -2,63 +2,41 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import platform
+import os
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, final
+from collections.abc import Callable, Iterable
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..base.choices import choose
 from ..config import Config, ModelConfig
 from ..loop import build
 from ..model import Layout, LoopedLM
+from ..model.count import count
 from ..recipe import load_config
 from ..training.bench import bench, quartiles, rounds
+from ..training.optim import MuonAdamW, parameter_groups
+from ..training.peak import clock, gemm_peak
 from ..training.record import Recorder
 from . import peers
+from .baseline import Measure
 from .model import LoopedForCausalLM
 
 VIEWS = {"view", "_unsafe_view", "unsqueeze", "squeeze", "transpose", "t", "expand", "slice", "select", "split"}
 VIEWS |= {"split_with_sizes", "unbind", "permute", "alias", "detach", "_reshape_alias", "as_strided", "promote_types"}
 """Operations that compute nothing."""
 
-COLUMNS = ("measure", "median", "quartiles", "better")
 
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Measure:
-    """A ratio or a count: its median and quartiles over the rounds of one run."""
-
-    name: str
-    low: float
-    median: float
-    high: float
-    better: str
-    """`lower` or `higher`."""
-
-    @property
-    def cells(self) -> list[str]:
-        """As the strings of `COLUMNS`."""
-        return [self.name, f"{self.median:.3f}", f"{self.low:.3f} to {self.high:.3f}", self.better]
-
-
-def suite(*, repeats: int = 9) -> list[Measure]:
-    """Everything that is watched, each a ratio of two things that took turns, or a count."""
-    return [
-        *training(repeats),
-        saved_words(reversible=False),
-        saved_words(reversible=True),
-        *(kept_memory(*size) for size in ((2, 3), (2, 12), (4, 12))),
-        *decoding(repeats),
-        *prefill(repeats),
-        *training_peers(repeats),
-    ]
+def suite(only: Iterable[str] = (), *, repeats: int = 9) -> list[Measure]:
+    """What is watched, or of it these groups: each a ratio of two things that took turns, a share, or a count."""
+    groups = [choose("group of the suite", name, SUITE) for name in dict.fromkeys(only)] or list(SUITE.values())
+    return [measure for group in groups for measure in group(repeats)]
 
 
 def training(repeats: int) -> list[Measure]:
@@ -69,12 +47,56 @@ def training(repeats: int) -> list[Measure]:
     cases: dict[str, Config | None] = {"study": study, "study, compiled": compiled, "width 256, K = 4": None}
     for name, config in cases.items():
         answer = bench("operloop", config, repeats=repeats)
-        vanilla, operloop = answer["rows"]
+        _, operloop = answer["rows"]
         low, high = operloop["time_quartiles"]
         measures.append(Measure(f"operloop over vanilla, {name}", low, operloop["time"], high, "lower"))
-        ratio = operloop["mfu"] / vanilla["mfu"]
-        measures.append(Measure(f"utilization of operloop over vanilla, {name}", ratio, ratio, ratio, "higher"))
+        shares = [operloop["flops"] / time for time in (high, operloop["time"], low)]
+        measures.append(Measure(f"utilization of operloop over vanilla, {name}", *shares, "higher"))
     return measures
+
+
+def optimizer(repeats: int) -> list[Measure]:
+    """The share of the GEMM peak in whole updates of `small`, Muon included."""
+    config = load_config("small")
+    model, optim = LoopedLM(config.model, seed=0), config.optim
+    muon = MuonAdamW(parameter_groups(model, lr=optim.lr, weight_decay=optim.weight_decay, rates=optim.rates))
+    tokens = torch.randint(config.model.vocab_size, (config.train.batch_size, config.train.seq_len))
+    forward_backward = peers.training_call(model, tokens)
+
+    def update() -> None:
+        forward_backward()
+        muon.step()
+
+    flops = 3 * sum(count(config).flops.values()) * tokens.numel()
+    times = [turn["update"] for turn in rounds({"update": update}, repeats, "cpu")]
+    peak = gemm_peak(torch.device("cpu"), "fp32", clock("cpu"))
+    return [
+        Measure("utilization with the optimizer, small", *(flops / peak / t for t in quartiles(times)[::-1]), "higher")
+    ]
+
+
+def compiling(repeats: int) -> list[Measure]:
+    """CPU seconds of the first forward and backward of a compiled `study`, with empty caches, once."""
+    with TemporaryDirectory() as cache:
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        answer = subprocess.run(
+            [sys.executable, "-c", COLD], env=environment, capture_output=True, text=True, check=True
+        )
+    seconds = float(answer.stdout)
+    return [Measure("CPU seconds to compile study, cold", seconds, seconds, seconds, "lower")]
+
+
+COLD = """
+import os, torch
+from looptim import LoopedLM, load_config
+config = load_config("study")
+model = LoopedLM(config.model, seed=0)
+model.compile_blocks()
+tokens = torch.zeros(config.train.batch_size, config.train.seq_len, dtype=torch.long)
+before = sum(os.times()[:4])
+model.loss(tokens, tokens).loss.backward()
+print(sum(os.times()[:4]) - before)
+"""
 
 
 def saved_words(*, reversible: bool, width: int = 128, tokens: int = 2048) -> Measure:
@@ -159,6 +181,24 @@ def training_peers(repeats: int, rows: int = 4, length: int = 256) -> list[Measu
     return measures
 
 
+def memory(repeats: int) -> list[Measure]:
+    """What is kept for the backward, counted."""
+    sizes = (2, 3), (2, 12), (4, 12)
+    return [*(saved_words(reversible=each) for each in (False, True)), *(kept_memory(*size) for size in sizes)]
+
+
+SUITE: dict[str, Callable[[int], list[Measure]]] = {
+    "transition": training,
+    "optimizer": optimizer,
+    "memory": memory,
+    "decoding": decoding,
+    "prefill": prefill,
+    "peers": training_peers,
+    "compiling": compiling,
+}
+"""The groups of the suite."""
+
+
 def dense() -> ModelConfig:
     """A dense model of the width of `small`."""
     return ModelConfig(**peers.DENSE)
@@ -196,39 +236,3 @@ def count_operations(model: LoopedForCausalLM, prompt: Tensor) -> int:
     with _Operations() as seen:
         model(prompt[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
     return sum(number for name, number in seen.names.items() if name not in VIEWS)
-
-
-def processor() -> str:
-    """What the measures belong to: another kind of processor has other ratios."""
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.is_file() else []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-    return f"{platform.machine()} {model} {torch.backends.cpu.get_cpu_capability()}"
-
-
-def as_json(measures: list[Measure]) -> str:
-    """A baseline to compare with later."""
-    listed = [dataclasses.asdict(measure) for measure in measures]
-    facts = {"processor": processor(), "torch": torch.__version__, "threads": torch.get_num_threads()}
-    return json.dumps({**facts, "measures": listed}, indent=2) + "\n"
-
-
-def regressions(measures: list[Measure], baseline: Path) -> list[str] | None:
-    """What is worse than the baseline beyond the noise of both, a line each; None on another kind of processor."""
-    try:
-        known = json.loads(baseline.read_text())
-        before = {each["name"]: Measure(**each) for each in known["measures"]}
-        same = known["processor"] == processor()
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{baseline} is no baseline; make one with looptim bench --suite --json") from None
-    if not same:
-        return None
-    return [line for now in measures if now.name in before for line in _compare(now, before[now.name])]
-
-
-def _compare(now: Measure, before: Measure) -> list[str]:
-    # Half of all rounds lie between the quartiles, so that three times their distance is beyond nearly all.
-    noise = max(3 * (now.high - now.low), 3 * (before.high - before.low), 0.02 * before.median)
-    worse = (now.median - before.median) * (1 if now.better == "lower" else -1)
-    change = f"{before.median:.3f} -> {now.median:.3f}, noise {noise:.3f}"
-    return [f"{now.name}: {change}"] if worse > noise else []

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 EPS = 1e-20
 """Epsilon of the controllers' RMS norm, as released."""
 
-CHUNK_NUMEL = 2**17
+CHUNK_NUMEL = 2**18
 """Elements of the state to process at a time on a CPU."""
 
 
@@ -112,13 +112,13 @@ class Read(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return (*differentiate(read_formula, (Y, W, a, b), (ctx.gain,), grads), None)
         r, d = Y.shape[-2:]
-        flat, streams, result = Y.reshape(len(v), -1), Y.reshape(len(v), r, d), torch.empty_like(Y)
+        flat, streams = Y.reshape(len(v), -1), Y.reshape(len(v), r, d)
         error, grad_Y = grads[0].reshape(len(v), 1, d), grads[2].reshape(len(v), -1)
-        grad_W = torch.zeros_like(W)
+        grad_W, sums = torch.zeros_like(W), torch.empty_like(flat, dtype=W.dtype)
         with full_precision(Y):
-            dh = [(streams[part].to(W.dtype) * error[part]).sum(-1) for part in chunks(flat)]
+            dh = [streams[part].to(W.dtype) @ error[part].to(W.dtype).mT for part in chunks(flat)]
             dv = grads[1].reshape(len(v), -1).clone()
-            dv[:, :r].add_(torch.cat(dh), alpha=ctx.gain)
+            dv[:, :r].add_(torch.cat(dh).squeeze(-1), alpha=ctx.gain)
             dz = dv * v * (1 - v)
             # What the bias is added to is found from the sigmoid, so that it need not be multiplied again.
             z = torch.logit(v, torch.finfo(v.dtype).eps) - b
@@ -129,9 +129,9 @@ class Read(torch.autograd.Function):
             for part in chunks(flat):
                 y = flat[part].to(W.dtype)
                 grad_W.addmm_(dz[part].T, y)
-                dY = torch.addmm(grad_Y[part].to(W.dtype), dp[part], W).addcmul_(y, radial[part])
-                torch.addcmul(dY.view(-1, r, d), h[part], error[part].to(W.dtype), out=result.view_as(streams)[part])
-        return result, a.unsqueeze(-1) * grad_W, (W * grad_W).sum(-1), grad_b, None
+                dY = torch.addcmul(grad_Y[part].to(W.dtype), y, radial[part], out=sums[part])
+                dY.addmm_(dp[part], W).view(-1, r, d).addcmul_(h[part], error[part].to(W.dtype))
+        return sums.to(Y.dtype).view_as(Y), a.unsqueeze(-1) * grad_W, (W * grad_W).sum(-1), grad_b, None
 
 
 class Write(torch.autograd.Function):
@@ -156,12 +156,13 @@ class Write(torch.autograd.Function):
         keep, step, error = k.reshape(len(flat), -1, 1), -w.reshape(len(flat), 1, -1), g.reshape(len(flat), 1, -1)
         grad_Y, grad_g = torch.empty_like(Y), torch.empty_like(g)
         dk, dw = [], []
-        for part in chunks(flat):
-            G = grad[part].to(k.dtype)
-            torch.mul(keep[part], G, out=grad_Y.view_as(flat)[part])
-            grad_g.view_as(error)[part] = step[part] @ G
-            dk.append((G * flat[part]).sum(-1))
-            dw.append((G * error[part]).sum(-1))
+        with full_precision(Y):
+            for part in chunks(flat):
+                G = grad[part].to(k.dtype)
+                torch.mul(keep[part], G, out=grad_Y.view_as(flat)[part])
+                grad_g.view_as(error)[part] = step[part] @ G
+                dk.append((G * flat[part]).sum(-1))
+                dw.append(G @ error[part].to(k.dtype).mT)
         return grad_Y, grad_g, torch.cat(dk).view_as(k), torch.cat(dw).neg_().view_as(w)
 
 

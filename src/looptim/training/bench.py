@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
@@ -12,12 +11,13 @@ import torch
 from ..base.code import allow
 from ..base.console import Progress
 from ..base.markup import Answer
+from ..base.memory import keep_memory
 from ..config import Config, ModelConfig, TrainConfig
 from ..loop import Loop
 from ..model import LoopedLM
 from ..model.count import Count, count
 from .amx import guard_bf16
-from .peak import gemm_peak
+from .peak import clock, gemm_peak
 
 PRESETS = ("huginn", "parcae", "hyperloop", "operloop", "operloop_nesterov", "operloop_muon", "operloop_bounded")
 """One of each kind of work: no parameters, a dense map, streams, the delta objective, other rules, another read."""
@@ -70,7 +70,7 @@ def bench(names: str | Iterable[str] = (), config: Config | None = None, *, repe
 
     models = _models(configs, device)
     times = rounds({name: training_call(model) for name, model in models.items()}, repeats, device.type)
-    peak = gemm_peak(device, settings.dtype)
+    peak = gemm_peak(device, settings.dtype, clock(device.type))
     counts = {name: count(c) for name, c in configs.items()}
     rows = [_row(name, times, counts, tokens.numel() / peak) | {"form": form(models[name])} for name in configs]
     answer = {
@@ -141,7 +141,8 @@ def _models(configs: Mapping[str, Config], device: torch.device) -> dict[str, Lo
 
 
 def rounds(variants: Mapping[str, Callable[[], Any]], repeats: int, device: str) -> list[dict[str, float]]:
-    """The seconds of each variant in each of `repeats` rounds, after a warm-up round."""
+    """The seconds of each variant in each of `repeats` rounds, after a warm-up round, by `clock`."""
+    keep_memory()
     for run in variants.values():
         _seconds(run, device)
     times = []
@@ -159,11 +160,12 @@ def medians(variants: Mapping[str, Callable[[], Any]], repeats: int, device: str
 
 
 def _seconds(run: Callable[[], Any], device: str) -> float:
-    start = time.perf_counter()
+    now = clock(device)
+    start = now()
     run()
     if device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return now() - start
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:

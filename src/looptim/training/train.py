@@ -17,6 +17,7 @@ import torch
 
 from ..base.console import is_out_of_memory
 from ..base.files import Place
+from ..base.memory import keep_memory
 from ..config import Config
 from ..data import Dataset, open_data, text_of
 from ..loop import Loop
@@ -120,6 +121,7 @@ def _open_together(config: Config, world: World, *, progress: bool) -> Dataset:
 
 def _prepare(config: Config, folder: RunDir, world: World, data: Dataset, maker: Maker) -> TrainingState:
     """Build everything; nothing is written."""
+    keep_memory()
     model = maker.build(config, world, open_mesh(config.parallel, world))
     model.checkpointing = config.train.activation_checkpointing
     if config.train.compile:
