@@ -274,3 +274,25 @@ def test_a_decode_step_with_a_static_cache_compiles_whole():
         step = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
         got = step(ids[:, 16:], past_key_values=cache, position_ids=torch.full((2, 1), 16)).logits
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_without_padding_no_mask_is_filled_in_windows_either(monkeypatch):
+    model, ids = wrapped(), tokens()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = model(ids).logits
+
+        def refuse(*args, **kwargs):
+            raise AssertionError("a mask is made")
+
+        monkeypatch.setattr("looptim.hf.model.make_masks", refuse)
+        with pytest.raises(AssertionError, match="a mask is made"):
+            model(ids)
+        model.set_attn_implementation("sdpa")
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
+        # All at once, in parts of several tokens, and one by one, far beyond the window of 5.
+        cache = DynamicCache(config=model.config)
+        got = [
+            model(part, past_key_values=cache, use_cache=True).logits for part in ids.split([9, 7, 1, 1, 1, 1], dim=1)
+        ]
+    torch.testing.assert_close(torch.cat(got, dim=1), expected, rtol=1e-4, atol=1e-5)

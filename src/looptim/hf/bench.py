@@ -39,20 +39,26 @@ def suite(only: Iterable[str] = (), *, repeats: int = 9) -> list[Measure]:
     return [measure for group in groups for measure in group(repeats)]
 
 
-def training(repeats: int) -> list[Measure]:
-    """OperLoop over the vanilla loop: forward and backward, eager and compiled, in a study's model and in a wider."""
-    measures = []
+def transition(repeats: int) -> list[Measure]:
+    """OperLoop over the vanilla loop: forward and backward, in a study's model and in a wider."""
     study = load_config("study")
-    compiled = study.model_copy(update={"train": study.train.model_copy(update={"compile": True})})
-    cases: dict[str, Config | None] = {"study": study, "study, compiled": compiled, "width 256, K = 4": None}
-    for name, config in cases.items():
-        answer = bench("operloop", config, repeats=repeats)
-        _, operloop = answer["rows"]
-        low, high = operloop["time_quartiles"]
-        measures.append(Measure(f"operloop over vanilla, {name}", low, operloop["time"], high, "lower"))
-        shares = [operloop["flops"] / time for time in (high, operloop["time"], low)]
-        measures.append(Measure(f"utilization of operloop over vanilla, {name}", *shares, "higher"))
-    return measures
+    return [*_over_vanilla("study", study, repeats), *_over_vanilla("width 256, K = 4", None, repeats)]
+
+
+def compiled(repeats: int) -> list[Measure]:
+    """The same in a study's model, compiled."""
+    study = load_config("study", set=["train.compile=true"])
+    return _over_vanilla("study, compiled", study, repeats)
+
+
+def _over_vanilla(name: str, config: Config | None, repeats: int) -> list[Measure]:
+    _, operloop = bench("operloop", config, repeats=repeats)["rows"]
+    low, high = operloop["time_quartiles"]
+    shares = [operloop["flops"] / time for time in (high, operloop["time"], low)]
+    return [
+        Measure(f"operloop over vanilla, {name}", low, operloop["time"], high, "lower"),
+        Measure(f"utilization of operloop over vanilla, {name}", *shares, "higher"),
+    ]
 
 
 def optimizer(repeats: int) -> list[Measure]:
@@ -188,7 +194,8 @@ def memory(repeats: int) -> list[Measure]:
 
 
 SUITE: dict[str, Callable[[int], list[Measure]]] = {
-    "transition": training,
+    "transition": transition,
+    "compiled": compiled,
     "optimizer": optimizer,
     "memory": memory,
     "decoding": decoding,
