@@ -38,8 +38,10 @@ def processor() -> str:
     """What the measures belong to: another kind of processor has other ratios."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.is_file() else []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-    return f"{platform.machine()} {model} {torch.backends.cpu.get_cpu_capability()}"
+    said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
+    # In a virtual machine the name may hide the generation, which family and model tell.
+    kind = [said.get("model name", "unknown"), *(said[key] for key in ("cpu family", "model") if key in said)]
+    return " ".join([platform.machine(), *kind, torch.backends.cpu.get_cpu_capability()])
 
 
 def conditions() -> dict[str, Any]:
