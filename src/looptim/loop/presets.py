@@ -146,8 +146,8 @@ def parcae(
 
     `gain="exact"` is the paper's zero-order hold, `"euler"` the released code's; `prelude_norm=True` normalizes e
     first, as the released recipes do. The state starts as noise of `std`, sqrt(2 / (5 d)) as released, Ā at `keep_init`
-    and the read-out as an orthogonal matrix times `readout_init`, both as released; `readout="identity"` begins with
-    the identity instead, which leaves the features of a pretrained model where they are.
+    and the read-out as an orthogonal matrix times `readout_init`, both as released; with `readout="identity"` it is
+    the identity times that, which leaves the features of a pretrained model where they are.
     """
     projection = choose("gain", gain, {"exact": ExactStateSpace, "euler": EulerStateSpace})(width, keep_init=keep_init)
     return Loop(

@@ -108,10 +108,10 @@ class NormedMean(Part):
 
 @final
 class Linear(Part):
-    """`h = C y_R`, Parcae's read-out; `C` starts as an orthogonal matrix times `gain` (released: sqrt(2/5)), or as I.
+    """`h = C y_R`, Parcae's read-out; `C` starts as `gain` (released: sqrt(2/5)) times an orthogonal matrix, or I.
 
-    >>> Linear(2, start="identity")(torch.tensor([[[[3.0, 4.0]]]])).tolist()
-    [[[3.0, 4.0]]]
+    >>> Linear(2, gain=2.0, start="identity")(torch.tensor([[[[3.0, 4.0]]]])).tolist()
+    [[[6.0, 8.0]]]
     """
 
     symbol = "C y_R"
@@ -119,7 +119,7 @@ class Linear(Part):
     def __init__(self, width: int, *, gain: float = math.sqrt(2 / 5), start: str = "orthogonal"):
         super().__init__()
         starts = {"orthogonal": lambda: nn.init.orthogonal_(torch.empty(width, width), gain)}
-        starts["identity"] = lambda: torch.eye(width)
+        starts["identity"] = lambda: gain * torch.eye(width)
         self.C = nn.Parameter(choose("readout", start, starts)())
 
     def forward(self, Y: Float[Tensor, "B T 1 d"]) -> Float[Tensor, "B T d"]:
