@@ -9,7 +9,7 @@ from looptim.hf.decoder import LoopedDecoderConfig, causal_class
 from looptim.hf.starts import STARTS, near_base
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
-PRESETS = [*STARTS, "operloop", "operloop_heavyball", "operloop_muon", "operloop_hyperball"]
+PRESETS = [*STARTS, "operloop", "operloop_heavyball", "operloop_muon"]
 
 
 @pytest.fixture(scope="module")

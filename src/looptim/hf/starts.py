@@ -40,7 +40,7 @@ def _hyperloop(loops: int, given: Mapping[str, Any]) -> dict[str, Any]:
 def _hyperloop_aligned(loops: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """Writes with the weights it reads with, so that as many streams as loops make damped steps of `1 / loops`."""
     streams = given.get("streams", max(loops, 2))
-    return {"streams": streams, "read_init": 1 / streams, "keep_init": 1 - 1 / streams}
+    return {"streams": streams, "read_init": min(1 / streams, 0.99), "keep_init": max(1 - 1 / streams, 0.01)}
 
 
 def _recurrentgpt(loops: int, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,7 +65,6 @@ STARTS: dict[str, Callable[[int, Mapping[str, Any]], dict[str, Any]]] = {
         "readout": "identity",
         "readout_init": 100.0,
     },
-    "recirculation": lambda loops, given: {"alpha": 1 / loops},
     "recurrentgpt": _recurrentgpt,
     "recurrentgpt_aligned": _recurrentgpt,
     "hyperloop": _hyperloop,
