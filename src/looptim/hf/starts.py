@@ -8,7 +8,6 @@ from typing import Any
 from ..loop.base import logit
 from ..loop.registry import options_of
 
-
 FAR = 1e4
 """Where a bound on what a loop reads or writes starts: pretrained states have channels in the hundreds and more."""
 
