@@ -86,6 +86,15 @@ def test_export_says_where_it_lies_and_nothing_else(trained, tmp_path):
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, str(tmp_path / "there"), "")
 
 
+def test_an_export_knows_its_special_tokens_and_how_long_a_text_may_be(trained):
+    model, tokenizer = lo.load(trained)
+    for file in ("config.json", "generation_config.json"):
+        known = json.loads((trained / "model" / file).read_text())
+        assert [known[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [tokenizer.eos] * 3
+    settings = json.loads((trained / "model" / "tokenizer_config.json").read_text())
+    assert settings["model_max_length"] == model.config.max_length
+
+
 def test_report_draws_a_run(trained):
     done = run("report", str(trained))
     assert done.returncode == 0, done.stderr

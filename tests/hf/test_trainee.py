@@ -85,6 +85,8 @@ def test_a_run_exports_what_it_has_trained(weights, recipe, tmp_path):
     folder = lo.export(tmp_path / "whole")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert type(model).__name__ == "LoopedLlamaForCausalLM" and len(tokenizer) == 257
+    assert model.generation_config.pad_token_id == tokenizer.pad_token_id == 256
+    assert tokenizer.model_max_length == 128
     assert not any(isinstance(part, LoraLayer) for part in model.modules())
     base = base_of(config)
     moved = [name for name, weight in base.state_dict().items() if not torch.equal(weight, model.state_dict()[name])]

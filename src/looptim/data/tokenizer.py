@@ -58,6 +58,7 @@ class Tokenizer:
         self.end = (self.eos,)
         """What follows a document."""
         self.bos_token = bos if bos in vocabulary else self.eos_token
+        self.bos: int = vocabulary[self.bos_token]
         self.chat_template = chat_template
         self.hash = hashlib.sha256(self._text.encode()).hexdigest()
         self._is_bytes = self.vocab_size == 257 and self._text == _byte_model().to_str()

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -43,7 +44,10 @@ def export(run: str | Path, out: str | Path | None = None) -> Path:
     if code is not None:
         # The export does not contain a transition of the user's own, which is known only by its source.
         wrapped.config.code = code
-    wrapped.generation_config.eos_token_id = tokenizer.eos
+    for settings in (wrapped.config, wrapped.generation_config):
+        settings.bos_token_id, settings.eos_token_id = tokenizer.bos, tokenizer.eos
+        # Nothing but the attention mask tells padding from the end of a document.
+        settings.pad_token_id = tokenizer.eos
     with _writing(out) as aside:
         wrapped.save_pretrained(aside)
         tokenizer.save(aside, max_length=model.config.max_length)
@@ -53,12 +57,15 @@ def export(run: str | Path, out: str | Path | None = None) -> Path:
 
 def _export_decoder(folder: RunDir, config: Config, out: Path) -> Path:
     """The decoder that a run has trained, its adapters merged, with the tokenizer of its base."""
-    model = load_trained(folder, config)
+    model: Any = load_trained(folder, config)
+    tokenizer = AutoTokenizer.from_pretrained(config.pretrained.folder, local_files_only=True)
+    # The template of the conversations it was trained on may be another.
+    tokenizer.chat_template = Tokenizer.load(folder.tokenizer).chat_template
+    tokenizer.model_max_length = min(tokenizer.model_max_length, config.model.max_length)
+    if model.generation_config.pad_token_id is None:
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
     with _writing(out) as aside:
         model.save_pretrained(aside)
-        tokenizer = AutoTokenizer.from_pretrained(config.pretrained.folder, local_files_only=True)
-        # The template of the conversations it was trained on may be another.
-        tokenizer.chat_template = Tokenizer.load(folder.tokenizer).chat_template
         tokenizer.save_pretrained(aside)
         write_whole(aside / "README.md", write_card(folder, config, model))
     return out
