@@ -12,6 +12,7 @@ from typing import Any, cast, final
 import torch
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import placement_types
@@ -20,7 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ..base import numerics
 from ..config import Config, ParallelConfig, Strict
 from ..data import Batch
-from ..model import Experts, LoopedLM
+from ..loop import kernels
+from ..model import Experts, LoopedLM, attention
 from ..model.count import training_flops
 from .distributed import World
 from .exchange import AllToAll
@@ -81,7 +83,7 @@ def plan(config: Config, *, gpus: int, nodes: int = 1, gpu: Gpu | None = None) -
 
     The model, the optimizer and the mesh are built with fake tensors on a fake process group of that size, and one
     update is run: memory and collectives are PyTorch's, times are arithmetic on what `gpu` assumes. Loads of experts
-    are balanced. A sequence is one document, and attention keeps what it keeps on a CPU.
+    are balanced, and a sequence is one document.
     """
     if gpus < 1 or nodes < 1 or gpus % nodes:
         raise ValueError(f"--gpus {gpus} must be a multiple of --nodes {nodes}, and both at least 1")
@@ -221,18 +223,32 @@ def fake_processes(size: int) -> Iterator[World]:
 
 @contextlib.contextmanager
 def _as_on_gpus() -> Iterator[None]:
-    """Change shardings by all-to-all, and orthogonalize whole stacks, as GPUs do and CPUs do not."""
-    before, cached = placement_types.shard_dim_alltoall, numerics.CACHED_NUMEL
+    """Take the ways of GPUs where those of CPUs differ; each module knows its own way by one name."""
 
     def exchange(x: Tensor, gather_dim: int, shard_dim: int, mesh: Any, side: int) -> Tensor:
         return torch.ops._dtensor.shard_dim_alltoall(x, gather_dim, shard_dim, mesh.get_group(side).group_name)
 
-    # Gloo has no all-to-all of DTensors, and they would gather all; a cache is what small parts are for.
-    placement_types.shard_dim_alltoall, numerics.CACHED_NUMEL = exchange, sys.maxsize
+    def attend(q: Tensor, k: Tensor, v: Tensor, *window: int | None, **masks: Any) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    ways: list[tuple[Any, str, Any]] = [
+        # Gloo has no all-to-all of DTensors, so they would gather everything.
+        (placement_types, "shard_dim_alltoall", exchange),
+        # A GPU does not cut stacks of matrices, and states, into parts that fit a cache.
+        (numerics, "CACHED_NUMEL", sys.maxsize),
+        (kernels, "CHUNK_NUMEL", sys.maxsize),
+        # FlexAttention keeps what causal attention keeps: its inputs, its output and a number per query.
+        (attention, "blocked_window_attention", attend),
+        (attention, "attention_by_document", attend),
+    ]
+    before = [getattr(module, name) for module, name, _ in ways]
+    for module, name, way in ways:
+        setattr(module, name, way)
     try:
         yield
     finally:
-        placement_types.shard_dim_alltoall, numerics.CACHED_NUMEL = before, cached
+        for (module, name, _), way in zip(ways, before, strict=True):
+            setattr(module, name, way)
 
 
 def do_without_values(model: LoopedLM, config: Config, world: World) -> None:
