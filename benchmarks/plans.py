@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import looptim as lo
 from looptim.recipe import shipped
-from looptim.training.plan import STEP
-from looptim.training.plan_table import name, parse_gpu
+from looptim.training.plan_table import parse_gpu
 
 GPUS, NODES = 64, 8
 SET = "train.activation_checkpointing=true"

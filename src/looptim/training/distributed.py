@@ -7,6 +7,8 @@ import dataclasses
 import datetime
 import functools
 import os
+import time
+import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar, cast, final
 
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
 
@@ -21,7 +24,7 @@ PATIENCE = datetime.timedelta(days=1)
 """How long processes wait while one of them works on files; packing a corpus takes hours."""
 
 CONNECT = datetime.timedelta(minutes=3)
-"""How long processes wait for each other at the start; rarely, torch's own connecting hangs after a restart."""
+"""How long processes wait for each other at the start."""
 
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited", "Timed out")
 """Parts of torch's messages when another process has disappeared."""
@@ -155,16 +158,44 @@ def start() -> World:
 
 
 def _connect(backend: str, size: int) -> None:
+    began = time.monotonic()
     try:
-        dist.init_process_group(backend, timeout=CONNECT)
+        store, rank, _ = next(rendezvous("env://", timeout=CONNECT))
+        store.set_timeout(CONNECT)
+        dist.init_process_group(backend, store=_renew(store, rank, size), rank=rank, world_size=size, timeout=CONNECT)
     except (RuntimeError, ValueError) as error:
         raise ValueError(
-            f"{size} processes did not find each other in {CONNECT.total_seconds():g} s "
+            f"{size} processes did not find each other in {time.monotonic() - began:.0f} s "
             f"({str(error).splitlines()[0].rstrip('.')}); start all of them again, with --resume"
         ) from error
     # What they do together later may take longer.
     usual = {"nccl": default_pg_nccl_timeout, "gloo": default_pg_timeout}[backend]
     dist.distributed_c10d._set_pg_timeout(usual or default_pg_timeout, dist.group.WORLD)
+
+
+def _renew(store: dist.Store, rank: int, size: int) -> dist.Store:
+    """A part of the store that no processes of before have written to.
+
+    After a restart torchrun gives the new processes the store of the old ones, whose addresses are still in it. A
+    process that read one of those would wait in vain. So each says who it is under a new name, the first says whom it
+    has seen, until every other has found itself among them and agreed.
+    """
+    mine, until = uuid.uuid4().hex, time.monotonic() + CONNECT.total_seconds()
+    store.set(f"looptim/here/{rank}", mine)
+    while time.monotonic() < until:
+        if rank == 0:
+            here = [name.decode() for name in store.multi_get([f"looptim/here/{each}" for each in range(size)])]
+            store.set("looptim/seen", ",".join(here))
+            done = store.check([f"looptim/{mine}/{name}" for name in here[1:]])
+        else:
+            here = store.get("looptim/seen").decode().split(",")
+            done = mine in here
+            if done:
+                store.set(f"looptim/{here[0]}/{mine}", "agreed")
+        if done:
+            return dist.PrefixStore(here[0], store)
+        time.sleep(0.05)
+    raise RuntimeError("some of them have not come")
 
 
 @functools.cache
