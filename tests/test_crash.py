@@ -15,6 +15,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,9 @@ import pytest
 from support import config, losses
 
 import looptim as lo
+from looptim.config import ParallelConfig
+from looptim.rundir import RECORD
+from looptim.training.storage import DIGESTS
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree", "shutil.move"}
@@ -32,6 +36,16 @@ def train(folder: Path) -> None:
     data = {"source": str(folder.parent / "text.txt"), "options": {}, "tokenizer": "bytes", "valid_fraction": 0.2}
     data["cache"] = str(folder / "cache")
     lo.train(config(data=data, steps=3, valid_every=3, checkpoint_every=1), folder / "run", resume=True, progress=False)
+
+
+def train_on_a_mesh(folder: Path, *, beside: bool = False) -> None:
+    """Two copies of a model whose experts are spread over two processes each."""
+    data = {"source": str(folder.parent / "text.txt"), "options": {}, "tokenizer": "bytes", "valid_fraction": 0.2}
+    data["cache"] = str(folder / "cache")
+    settings = {"steps": 3, "valid_every": 3, "checkpoint_every": 1, "batch_size": 4, "async_checkpoints": beside}
+    recipe = config(data=data, model={"experts": 8}, **settings)
+    mesh = ParallelConfig(replicate=2, expert=2)
+    lo.train(recipe.model_copy(update={"parallel": mesh}), folder / "run", resume=True, progress=False)
 
 
 def export(folder: Path) -> None:
@@ -72,6 +86,8 @@ class Story(NamedTuple):
 STORIES = {
     "train": Story(train),
     "train on two processes": Story(train, processes=2),
+    "train on a mesh": Story(train_on_a_mesh, processes=4),
+    "train on a mesh, checkpoints beside it": Story(partial(train_on_a_mesh, beside=True), processes=4),
     "export": Story(export, begin_with_a_run),
     "evaluate": Story(evaluate, begin_with_a_run),
     "report": Story(report, begin_with_a_run),
@@ -132,12 +148,14 @@ def tell_watched(tell: Callable[[Path], None], folder: Path, die_before: int | N
 
 
 def outcome(folder: Path) -> tuple:
-    """What is to be the same: which files there are, every loss to the last bit, and every result."""
+    """What is to be the same: which files there are, every loss and all that is saved to the last bit, every result."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
     runs = [file.parent for file in sorted(folder.rglob("metrics.jsonl"))]
     logged = [losses(run, key) for run in runs for key in ("loss", "valid_loss", "tokens")]
     found = [json.loads(file.read_text()) for file in sorted(folder.rglob("eval/*.json"))]
-    return names, logged, [record["results"] for record in found]
+    # A record has times.
+    lines = [line for file in sorted(folder.rglob(DIGESTS)) for line in file.read_text().splitlines()]
+    return names, logged, [line for line in lines if RECORD not in line], [record["results"] for record in found]
 
 
 def matrix(name: str, root: Path, first: int, stride: int) -> int:

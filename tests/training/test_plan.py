@@ -1,11 +1,13 @@
 """A plan agrees with what processes do: bytes of parameters and optimizer, every collective, activations."""
 
 import dataclasses
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from support import config, run
@@ -15,7 +17,7 @@ import looptim as lo
 from looptim.config import Config, ParallelConfig
 from looptim.model import Experts
 from looptim.training.mesh import build, open_mesh
-from looptim.training.plan import Gpu, do_without_values, fake_processes, rehearse_once
+from looptim.training.plan import Cluster, Gpu, _examine, do_without_values, fake_processes, rehearse_once
 from looptim.training.plan_table import parse_gpu
 
 # What one of the processes does; the first writes down what it did, and how many rows went where.
@@ -132,3 +134,43 @@ def test_what_is_assumed_of_a_gpu_can_be_changed():
 def test_the_keys_of_a_mesh_are_written_to_a_recipe():
     shared = config().model_copy(update={"parallel": ParallelConfig(expert=2)})
     assert tomllib.loads(shared.to_toml())["parallel"] == {"replicate": 1, "expert": 2}
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def plans():
+    """The script that makes the plans of the docs, and what it has made."""
+    spec = importlib.util.spec_from_file_location("plans", ROOT / "benchmarks" / "plans.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script, json.loads((ROOT / "docs" / "results" / "plans.json").read_text())
+
+
+def test_the_tables_of_the_docs_are_those_of_the_plans(plans):
+    script, made = plans
+    assert made.keys() <= script.wanted().keys()
+    page = (ROOT / "docs" / "scale.md").read_text()
+    assert script.write_tables(page, made) == page
+
+
+def test_copies_on_nodes_have_a_sixth_of_the_traffic_between_them_in_every_layer(plans):
+    script, made = plans
+    ten = made[script.TEN]
+    everywhere, *_ = ten["meshes"]
+    assert everywhere["mesh"] == {"replicate": 1, "shard": 64, "expert": 1}
+    before, now = script.layer_bytes(everywhere), script.layer_bytes(script.taken(ten))
+    # Looped layers, other layers, and the whole update, optimizer included.
+    for kind in (0, 1, 3):
+        assert before[kind] >= 6 * now[kind] > 0
+
+
+@pytest.mark.slow
+def test_what_the_docs_plan_for_ten_billion_parameters_is_what_is_planned_now(plans):
+    script, made = plans
+    recipe = lo.load_config(script.TEN, set=[script.SET])
+    for known in made[script.TEN]["meshes"]:
+        keys = ParallelConfig(**known["mesh"])
+        found = _examine(recipe.model_copy(update={"parallel": keys}), Cluster(script.GPUS, script.NODES, Gpu()))
+        assert {key: found[key] for key in known} == known

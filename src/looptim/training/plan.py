@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -171,7 +172,8 @@ def _by_module(collectives: Iterable[Collective]) -> dict[str, int]:
     """What moves for each block in forward and backward, and for all of them in the optimizer."""
     received: dict[str, float] = {}
     for c in collectives:
-        name = STEP if c.phase == STEP else c.module.removesuffix(".feedforward.experts") or "other"
+        # FSDP names all modules that it gathers at a time.
+        name = STEP if c.phase == STEP else ".".join(re.split(r"[.,]", c.module)[:2]) or "other"
         received[name] = received.get(name, 0.0) + c.received
     return {name: round(size) for name, size in received.items()}
 
