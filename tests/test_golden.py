@@ -157,7 +157,13 @@ def run_case(preset: str, folder: Path, *, changes: tuple[str, ...] = ()) -> dic
     }
 
 
-@pytest.mark.parametrize("preset", CASES)
+BRIEF = {"operloop", *(preset for preset, changes in CASES.items() if "train.steps=9" in changes)}
+"""What `make quick` runs: one whole curve, and the short ones."""
+
+
+@pytest.mark.parametrize(
+    "preset", [name if name in BRIEF else pytest.param(name, marks=pytest.mark.long) for name in CASES]
+)
 def test_the_golden_curve_has_not_moved(preset, tmp_path):
     golden = json.loads(GOLDEN.read_text())
     expected, got = golden["cases"][preset], run_case(preset, tmp_path)

@@ -28,35 +28,37 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_files_and_functions_can_be_held_in_mind(path):
-    text = path.read_text()
-    assert text.count("\n") <= 350
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno - node.lineno < 64, node.name
+def test_files_and_functions_can_be_held_in_mind():
+    long = [name_of(path) for path in MODULES if path.read_text().count("\n") > 350]
+    for path in MODULES:
+        functions = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
+        long += [f"{name_of(path)}: {node.name}" for node in functions if node.end_lineno - node.lineno >= 64]
+    assert not long
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_comments_are_sentences(path):
+def test_comments_are_sentences():
     """A comment of three words has no subject; and nothing is left to do."""
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        comment = re.match(r"\s*# (?!type:|noqa|pyright|fmt)(.+)$", line)
-        if comment:
-            assert not re.match(r"(TODO|FIXME|XXX|HACK)\b", comment[1]), number
-            assert len(comment[1].split()) > 3 or not comment[1][0].isupper(), f"line {number}: {comment[1]}"
+    wrong = []
+    for path in MODULES:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            comment = re.match(r"\s*# (?!type:|noqa|pyright|fmt)(.+)$", line)
+            if comment:
+                undone = re.match(r"(TODO|FIXME|XXX|HACK)\b", comment[1])
+                fragment = len(comment[1].split()) <= 3 and comment[1][0].isupper()
+                wrong += [f"{name_of(path)}, line {number}: {comment[1]}"] if undone or fragment else []
+    assert not wrong
 
 
-@pytest.mark.parametrize("path", [*MODULES, *TESTS, *DOCS], ids=name_of)
-def test_spelling_is_american(path):
-    if path.name != Path(__file__).name:
-        assert not BRITISH.findall(path.read_text())
+def test_spelling_is_american():
+    texts = {name_of(path): path.read_text() for path in [*MODULES, *TESTS, *DOCS] if path.name != Path(__file__).name}
+    assert not {name: found for name, text in texts.items() if (found := BRITISH.findall(text))}
 
 
-@pytest.mark.parametrize("path", DOCS, ids=name_of)
-def test_prose_has_lines_of_less_than_120_characters(path):
-    lines = path.read_text().splitlines()
-    assert not [number for number, line in enumerate(lines, 1) if len(line) >= 120 and not line.startswith("|")]
+def test_prose_has_lines_of_less_than_120_characters():
+    for path in DOCS:
+        lines = path.read_text().splitlines()
+        long = [number for number, line in enumerate(lines, 1) if len(line) >= 120 and not line.startswith("|")]
+        assert not long, path
 
 
 def test_no_test_module_imports_another_or_reaches_into_loaded_modules():

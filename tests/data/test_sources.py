@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from looptim.data import DataConfig, files, open_data
+from looptim.data import DataConfig, files, open_data, sources
 from looptim.data.sources import find_valid_source
 
 
@@ -131,6 +131,20 @@ def test_a_dataset_by_name_is_streamed(tmp_path, cache, texts, documents):
     config = DataConfig(source="hf:json", options=both, valid_source="v.txt")
     with pytest.raises(ValueError, match=r"'v\.txt' and data\.options\.valid_split 'held' both name what is held out"):
         find_valid_source(config)
+
+
+def test_a_source_of_ones_own_is_an_entry_of_the_table(monkeypatch, cache, texts, documents):
+    def open_memory(config, split):
+        some = documents[::2] if split == "train" else documents[1::2]
+        rows = [files.row_document(text, field="text", chats=False, where=split) for text in some]
+        return sources.Source(config.source, split, lambda part, parts: iter(rows), scannable=True)
+
+    monkeypatch.setitem(sources.SCHEMES, "memory", open_memory)
+    config = DataConfig(source="memory:words", tokenizer="bytes", cache=str(cache), options={"valid_split": "held"})
+    dataset = open_data(config, vocab_size=300, seq_len=16, progress=False)
+    assert [texts(dataset, split) for split in ("train", "valid")] == [documents[::2], documents[1::2]]
+    with pytest.raises(ValueError, match=r"matches no file; did you mean 'memory:', or give .*memory:NAME or"):
+        sources.find_source(DataConfig(source="memry:"))
 
 
 @pytest.mark.long

@@ -48,23 +48,29 @@ class Source:
 
 def find_source(config: DataConfig) -> Source:
     """The source to train on."""
-    if config.source.startswith("hf:"):
-        return _hugging_face(config, config.split)
-    return _local(config.source, config)
+    opened = SCHEMES.get(scheme_of(config.source))
+    return _local(config.source, config) if opened is None else opened(config, config.split)
+
+
+def scheme_of(source: str) -> str:
+    """The word before the colon in a source that names no files; empty for paths."""
+    scheme, colon, _ = source.partition(":")
+    return scheme if colon and scheme in (*SCHEMES, "synthetic") else ""
 
 
 def find_valid_source(config: DataConfig) -> Source | None:
     """The source to validate on; None if part of the training source is held out."""
-    if config.source.startswith("hf:") and "valid_split" in config.options:
+    opened = SCHEMES.get(scheme_of(config.source))
+    if opened is not None and "valid_split" in config.options:
         if config.valid_source is not None:
             raise ValueError(
                 f"data.valid_source {config.valid_source!r} and data.options.valid_split "
                 f"{config.options['valid_split']!r} both name what is held out; give one"
             )
-        return _hugging_face(config, config.options["valid_split"])
+        return opened(config, config.options["valid_split"])
     if config.valid_source is None:
         return None
-    if config.valid_source.startswith(("hf:", "synthetic:")):
+    if scheme_of(config.valid_source):
         raise ValueError(
             f"data.valid_source {config.valid_source!r} must name files; "
             "for another split of an hf: source set data.options.valid_split"
@@ -73,7 +79,7 @@ def find_valid_source(config: DataConfig) -> Source | None:
 
 
 def _local(source: str, config: DataConfig) -> Source:
-    if config.options and not config.source.startswith("hf:"):
+    if config.options and not scheme_of(config.source):
         raise ValueError(
             f"data.options {sorted(config.options)} are not options of source {source!r}; "
             "they belong to hf: and synthetic: sources"
@@ -136,10 +142,12 @@ def match_files(source: str) -> list[Path]:
         paths = [path] if path.is_file() else [Path(name) for name in glob.glob(str(path), recursive=True)]
     paths = sorted(path for path in paths if path.is_file())
     if not paths:
-        near = difflib.get_close_matches(source, ("stdlib", "synthetic:", "hf:"), n=1)
+        schemes = [*SCHEMES, "synthetic"]
+        near = difflib.get_close_matches(source, ["stdlib", *(f"{scheme}:" for scheme in schemes)], n=1)
         hint = f"did you mean {near[0]!r}, or " if near else ""
         raise ValueError(
-            f"data source {source!r} matches no file; {hint}give stdlib, a path or glob, hf:NAME or synthetic:NAME"
+            f"data source {source!r} matches no file; {hint}give stdlib, a path or glob, "
+            + " or ".join(f"{scheme}:NAME" for scheme in schemes)
         )
     return paths
 
@@ -184,6 +192,10 @@ def _hugging_face(config: DataConfig, split: str) -> Source:
     # The hash covers the commit, the configuration, and local files with their times.
     identity = [config.source, config.field, *_marks(config), split, limit, builder.hash, builder.config_id]
     return Source(config.source, digest(identity), read, scannable=False)
+
+
+SCHEMES: dict[str, Callable[[DataConfig, str], Source]] = {"hf": _hugging_face}
+"""What opens a split of documents that are not files, by the word before the colon in `data.source`."""
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from ..base.console import Progress
 from ..base.files import write_whole
 from ..config import DataConfig
 from .cache import digest, writing
-from .sources import list_files, match_files
+from .sources import list_files, match_files, scheme_of
 from .together import Crew
 
 _LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
@@ -86,7 +86,7 @@ class TokenStream:
 
 def find_tokens(source: str, config: DataConfig) -> list[TokenFile] | None:
     """The files of a source whose names end in `.bin` and which therefore hold tokens; None if it is text."""
-    if source == "stdlib" or source.startswith(("hf:", "synthetic:")):
+    if source == "stdlib" or scheme_of(source):
         return None
     paths = [path for path in match_files(source) if path.suffix != ".idx"]
     kinds = {path.suffix == ".bin" for path in paths}

@@ -25,6 +25,7 @@ from .probe import (
     float64_copy,
     loops_of,
     name_of,
+    on_cpu,
     random_blocks,
     random_input,
     wanting_gradient,
@@ -71,8 +72,7 @@ def find_leak(module: nn.Module, *, vocab_size: int | None = None) -> tuple[str 
 def find_small_leak(module: nn.Module, *, vocab_size: int | None = None) -> tuple[str | None, float]:
     """The same for short sequences, where the values of every part are compared."""
     worst = 0.0
-    # The caller may be building on another device.
-    with torch.device("cpu"):
+    with on_cpu():
         for what, part, change in _compare_all(module, vocab_size):
             if part is not None:
                 size = f"by {change:.2g}, relative"
@@ -106,7 +106,7 @@ def mixes_tokens(loop: Loop) -> bool:
     said = any(getattr(part, "mixes_tokens", False) for part in loop.modules())
     if said or any(tensor.is_meta for tensor in (*loop.parameters(), *loop.buffers())):
         return said
-    with torch.device("cpu"):
+    with on_cpu():
         later = (torch.arange(TOKENS) > 0).expand(ROWS, TOKENS)
         probes = (_Probe(twin, None) for twin in _twins(loop))
         return any(p.change(_mix(later, p.given, p.others[0]), later)[0] is not None for p in probes)

@@ -10,7 +10,7 @@ from torch import Tensor
 from .depth import Fixed
 from .facts import Fact, observed
 from .loop import Loop
-from .probe import ACROSS, LATER, SAME, alone, copied, random_blocks, random_input, wanting_gradient
+from .probe import ACROSS, LATER, SAME, alone, copied, on_cpu, random_blocks, random_input, wanting_gradient
 
 ROUNDING = (1e-4, 0.05)
 """Largest relative change that counts as rounding, in fp32 and in bf16."""
@@ -32,7 +32,7 @@ def find_leak_at(loop: Loop, rows: int, tokens: int, *, steps: int | None = None
     """
     tokens = max(2, min(tokens, ELEMENTS // (2 * loop.width)))
     rows = max(1, min(rows, ELEMENTS // (tokens * loop.width)))
-    with torch.device("cpu"):
+    with on_cpu():
         e, blocks = _tokens(loop.width, rows, tokens), random_blocks(loop.width)
         before = torch.arange(tokens) < _cuts(rows, tokens).unsqueeze(-1)
         rest = [(ACROSS, mine.unsqueeze(-1).expand(rows, tokens)) for mine in _halves(rows)]
@@ -41,7 +41,7 @@ def find_leak_at(loop: Loop, rows: int, tokens: int, *, steps: int | None = None
 
     def output(given: Tensor) -> Tensor:
         mode = torch.enable_grad() if twin.training else torch.inference_mode()
-        with mode, torch.device("cpu"), alone(loop), torch.autocast("cpu", torch.bfloat16, bf16):
+        with mode, on_cpu(), alone(loop), torch.autocast("cpu", torch.bfloat16, bf16):
             torch.default_generator.manual_seed(0)
             return twin(wanting_gradient(given), blocks, depth=depth).detach().float()
 

@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, final
 
 import torch
@@ -59,6 +59,11 @@ def copied(module: M, dtype: torch.dtype) -> M:
             f"{name_of(module)} cannot be copied ({first_line(error)}), so it cannot be checked; let its parts hold "
             "numbers, tensors and modules, and no iterators, files or results of earlier calls"
         ) from error
+
+
+def on_cpu() -> AbstractContextManager[Any]:
+    """Makes tensors on the CPU though the caller may be building on another device; where none is, it costs nothing."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def first_line(error: Exception) -> str:

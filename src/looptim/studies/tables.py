@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data import GRADED
+from ..data.sources import scheme_of
 from ..reporting.tables import Cell, Table
 from ..rundir import bits_per_byte
 from .grid import PROBLEMS, task_of
@@ -120,8 +121,7 @@ def _marked(cells: Sequence[Cell]) -> list[Cell]:
 def _notes(plan: Plan, found: Sequence[Outcome], compared: Sequence[Comparison]) -> list[str]:
     study, config = plan.study, plan.config(plan.study.reference)
     # A file is shown by its name alone, since tables are shared and folders are private.
-    named = config.data.source.startswith(("hf:", "synthetic:"))
-    text = config.data.source if named else Path(config.data.source).name
+    text = config.data.source if scheme_of(config.data.source) else Path(config.data.source).name
     notes = [
         f"{plan.tokens:,} training tokens a run{_matched(plan)}, of {text}; losses in nats per token."
         f"{held_out(data_of(found))}",

@@ -15,6 +15,7 @@ from ..config import Config, ModelConfig
 from ..loop import Loop, check_causality, check_gradient, mixes_tokens
 from ..loop.causality import find_small_leak
 from ..loop.far import DEEPER, ELEMENTS, MANY, find_leak_at
+from ..loop.probe import on_cpu
 from ..loop.registry import NUMERICS, code_of
 from ..model.build import build_loop
 from ..rundir import RunDir
@@ -54,7 +55,7 @@ def check_loop(loop: Loop) -> None:
 
 def small_copy(width: int, build: Callable[[int], Loop], small: int = SMALL) -> Loop:
     """The loop that `build` returns for a width, or a narrower one that is faster to check."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with torch.random.fork_rng(devices=[]), on_cpu():
         torch.default_generator.manual_seed(0)
         try:
             return build(min(width, max(small, 8)))
@@ -107,7 +108,7 @@ def _find_far(config: Config, steps: int) -> str | None:
     found = find_leak_at(narrow, *shape, **how) or find_leak_at(narrow, *MANY, steps=many)
     if found is not None or narrow.width == model.width:
         return found
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with torch.random.fork_rng(devices=[]), on_cpu():
         torch.default_generator.manual_seed(0)
         return find_leak_at(build_loop(model, steps), *shape, **how)
 
