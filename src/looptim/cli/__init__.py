@@ -40,7 +40,7 @@ VERBS = {
 """The verbs in the order in which the help lists them."""
 
 EXTRAS = {"chat": "hf", "doctor": "lm", "evaluate": "eval", "loop": "hf", "plan": "lm", "serve": "hf"}
-"""What a verb needs beyond the plain wheel, where it imports more than the name of the API that asks for it itself."""
+"""The extra that a verb needs, for verbs that import more than a function of the API, which names its own extra."""
 
 STOP_STATUS = 130
 """The exit status after Ctrl-C, as of a shell."""

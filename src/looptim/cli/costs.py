@@ -142,7 +142,7 @@ def _bench_suite(only: Iterable[str], repeats: int, baseline: Path | None, updat
     except ModuleNotFoundError as error:
         raise ValueError(f"--suite needs {error.name}; pip install 'looptim[hf]'") from None
     if baseline is not None:
-        # A file that is none is said before anything is measured.
+        # A file that is no baseline is refused before anything is measured.
         kept.read(baseline)
     measures = suite(only, repeats=repeats)
     if update is not None:

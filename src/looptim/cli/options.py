@@ -13,7 +13,7 @@ from ..base.code import ALLOWED, EVERYTHING, import_code
 
 
 class StopError(Exception):
-    """Ctrl-C, where there is more to say of it than that."""
+    """Raised on Ctrl-C if the user should be told more than that the command has stopped."""
 
 
 def complete_recipe(start: str) -> list[str]:
@@ -84,7 +84,7 @@ TrustCode = Annotated[bool, typer.Option("--trust-code", help="Allow runs and re
 
 
 def takes_code(verb: Callable[..., None]) -> Callable[..., None]:
-    """A verb with `--import` and `--trust-code`, which are done with before it begins."""
+    """Add the options `--import` and `--trust-code` to a verb; both take effect before it begins."""
 
     @functools.wraps(verb)
     def after_code(*, import_: list[str] | None, trust_code: bool, **arguments: Any) -> None:
@@ -100,6 +100,6 @@ def takes_code(verb: Callable[..., None]) -> Callable[..., None]:
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
         for name, (default, annotation) in more.items()
     ]
-    # Typer reads the signature, not what the function is made of.
+    # Typer reads a function's signature, not its code.
     vars(after_code)["__signature__"] = inspect.Signature([*own, *options])
     return after_code

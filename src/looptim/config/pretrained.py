@@ -15,14 +15,14 @@ from .strict import Strict
 class PretrainedConfig(Strict):
     """A decoder of transformers to be looped as `model.layout` and `loop` say, and which of its weights are trained."""
 
-    folder: str | None = Field(None, description="Of the decoder, as transformers saves it, or `looptim loop`.")
+    folder: str | None = Field(None, description="Folder of a decoder saved by transformers, or of a looped one.")
     weights: Literal["transition", "lora", "all"] = Field(
-        "all", description="What is trained; lora: low-rank adapters of the decoder, and the transition."
+        "all", description="Which weights are trained; lora: the transition and low-rank adapters of the decoder."
     )
-    rank: int = Field(8, ge=1, description="Of the adapters.")
-    targets: tuple[str, ...] = Field((), description="Linear layers with adapters, by name; all of them by default.")
+    rank: int = Field(8, ge=1, description="Rank of the adapters.")
+    targets: tuple[str, ...] = Field((), description="Names of the linear layers that get adapters. Default: all.")
     distill: float = Field(0.0, ge=0, le=1, description="Share of the loss that is the distance from the base.")
-    temperature: float = Field(1.0, gt=0, description="At which the predictions of both are compared.")
+    temperature: float = Field(1.0, gt=0, description="Temperature at which distillation compares predictions.")
 
 
 SHAPE = {

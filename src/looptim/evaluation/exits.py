@@ -30,15 +30,15 @@ from .speed import decoding_speed, flops_of
 LEVELS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 """Thresholds that are tried: these quantiles of a signal's values at full depth."""
 PRICES = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3)
-"""Of a loop, in nats, for the oracles."""
+"""Prices of a loop, in nats, for the oracles."""
 GATE_STEPS = 100
 OURS = "residual"
 """The signal whose thresholds are reported in full: the local objective."""
 PATIENT = f"{OURS}+1"
-"""The same with one more loop: so that others read the keys of a token after its answer is written."""
+"""The same with one more loop, so that other tokens read a token's keys after its answer is written."""
 EVERY = (*SIGNALS, "gate")
 FAIR = (*EVERY, *(f"{name}+1" for name in EVERY))
-"""What a study tries: a loop more may help any signal, so that each has it."""
+"""The signals that a study tries, each also with one more loop, which may help any of them."""
 
 
 class Pair(NamedTuple):
@@ -51,7 +51,7 @@ class Pair(NamedTuple):
 @final
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of one policy, run for real."""
+    """The losses and depths of one policy that was really run."""
 
     loss: float
     loops: float
@@ -101,7 +101,7 @@ class Held:
 
 @final
 class Listener(Signal):
-    """All signals at once, on a walk that nobody leaves: what they say at full depth."""
+    """Records all signals at once at full depth, in a walk that no token leaves."""
 
     def __init__(self, signals: dict[str, Signal], asks: Any):
         super().__init__()
@@ -214,7 +214,7 @@ def _rules(
 
 
 def _pairs(data: Dataset, windows: int, size: int, *, first: int) -> list[Pair]:
-    """Every other batch of the held-out windows, from `first` on."""
+    """Every second batch of the held-out windows, starting with `first`."""
     steps = range(first, 2 * math.ceil(windows / size), 2)
     batches = [data.batch("valid", seed=0, step=step, batch_size=size) for step in steps]
     return [Pair(batch.tokens, batch.targets) for batch in batches]
@@ -240,7 +240,7 @@ def _one_signal(
     values = values[values < torch.finfo(values.dtype).max]
     # A signal that compares three steps says nothing in a loop of three.
     levels = LEVELS if len(values) else ()
-    # What is never negative may be rounded to it.
+    # A signal that is never negative may be rounded below zero.
     thresholds = sorted({max(float(torch.quantile(values[:1_000_000], level)), 0.0) for level in levels}) or [0.0]
     accepted, open_ = 0.0, True
     curve = []
@@ -270,7 +270,7 @@ def _one_signal(
 def _screened(
     traces: Sequence[Tensor], pairs: Sequence[Pair], heard: list[Tensor], exits: Sequence[Exit]
 ) -> list[dict[str, float]]:
-    """What each threshold would give if nobody's exit changed what others read: off the full-depth trace alone."""
+    """What each threshold would give if no exit changed what other tokens read, from the full-depth trace alone."""
     rows = []
     for each in exits:
         total = np.zeros(3)
@@ -295,19 +295,19 @@ def _controls(model: LoopedLM, data: Dataset, report: Sequence[Pair], residual: 
     policies = [_oracle(report, traces, price, more) for more in (0, 1) for price in PRICES]
     hops = [each for tokens, _ in report if (each := data.difficulty_of(tokens)) is not None]
     if len(hops) == len(report):
-        # A hop a loop; a problem's first two statements are read in the first.
+        # Each loop follows one hop, and the first loop reads a problem's first two statements.
         policies += [[PerToken((each.clamp(1) + more).clamp(max=loop.steps)) for each in hops] for more in (0, 1)]
     oracle = [run_exits(model, report, policy).numbers() for policy in policies]
     return {"static": static, "random": random, "oracle": oracle}
 
 
 def _equally(steps: int) -> Exit:
-    """Every token takes so many steps, whatever its signal."""
+    """An exit by which every token takes this many steps, whatever its signal."""
     return Exit("change", math.inf, minimum=steps)
 
 
 def _fixed(model: LoopedLM, held: Held, risk: float, confidence: float) -> dict[str, float]:
-    """The least depth of all tokens that the risk bound allows: what a threshold must beat."""
+    """The smallest fixed depth that the risk bound allows, which a threshold must beat."""
     full = held.chosen
     allowed = steps = cast(Loop, model.loops[0]).steps
     for fewer in range(steps - 1, 0, -1):

@@ -11,7 +11,7 @@ from scipy import stats
 
 
 def upper_bound(differences: np.ndarray, confidence: float) -> float:
-    """What the mean is below of, at this confidence, by Student's t over windows.
+    """An upper bound of the mean at this confidence, by Student's t over windows.
 
     >>> round(upper_bound(np.array([0.0, 1.0, 0.0, 1.0]), 0.95), 3)
     1.179

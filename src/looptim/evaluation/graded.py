@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .run import Subject
 
 LOOPS = (1, 2, 3, 4, 6, 8, 10, 12, 16)
-"""Beside the number that a run was trained with, for a transition that its loops share."""
+"""Numbers of loops that are tried besides the one of the training, for a transition that all loops share."""
 BATCH = 50
 
 
@@ -77,7 +77,7 @@ def run(
 
 
 def _mean(shares: list[float]) -> float:
-    """Over difficulties, which need not be asked equally often."""
+    """The mean over difficulties, each counted once, however many problems it has."""
     return sum(shares) / len(shares)
 
 

@@ -36,7 +36,7 @@ VERSION = importlib.metadata.version("lm_eval")
 _Stock: Any = HFLM
 
 SEEDS = {"random": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}
-"""Those of lm-eval."""
+"""The seeds of lm-eval's own command."""
 
 CHATTY = ("lm_eval", "datasets", "evaluate", "transformers", "huggingface_hub")
 
@@ -50,7 +50,7 @@ class _Nowhere(io.TextIOBase):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the running commentary of the libraries; what matters in it is counted, and in the result."""
+    """Silence the libraries' running commentary; what matters in it is counted and stands in the result."""
     levels = {name: logging.getLogger(name).level for name in CHATTY}
     bars = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
@@ -163,7 +163,7 @@ def isolate_code(name: str, loaded: dict[str, Any]) -> CodeEval | None:
 
 
 def run(lm: Model, loaded: dict[str, Any], *, limit: int | None) -> Any:
-    """The results of one task or group, as lm-eval's own command would have them."""
+    """The results of one task or group, as lm-eval's own command gives them."""
     random.seed(SEEDS["random"])
     np.random.seed(SEEDS["numpy"])
     torch.manual_seed(SEEDS["torch"])
@@ -196,11 +196,11 @@ class Cut:
     requests: int = 0
     cut: int = 0
     longest: int = 0
-    """In tokens, what is to be generated included."""
+    """Length in tokens, including those to be generated."""
     asked: int = 0
     """Tokens a task wants to generate."""
     given: int = 0
-    """The fewer tokens it may, where the context is not longer than what it wants."""
+    """The smaller number it gets if the context is not longer than what it wants."""
 
     def see(self, length: int, room: int) -> None:
         self.requests += 1

@@ -40,20 +40,20 @@ PACKAGES = ("looptim", "lm_eval", "torch", "transformers", "datasets", "tokenize
 
 
 class Subject(NamedTuple):
-    """What is evaluated, and what of it goes into every result."""
+    """The model that is evaluated, and what every result records about it."""
 
     model: LoopedLM
     tokenizer: Tokenizer
     wrapped: LoopedForCausalLM
     """The same weights, as transformers sees them."""
     loops: int | None
-    """None for what the layout says."""
+    """None for the number that the layout says."""
     depth: Depth | None
     """Where tokens leave; None where all run every loop."""
     trained: dict[str, Any]
     """Options of the synthetic task it learned, by name."""
     identity: dict[str, Any]
-    """Results are the same as long as this is."""
+    """A hash; results are valid as long as it is the same."""
 
 
 def evaluate(
@@ -132,7 +132,7 @@ def _rows(results: Mapping[str, Mapping[str, float]]) -> Iterator[list[str]]:
 
 
 def _check(path: Path, names: Sequence[str], *, limit: int | None, batch_size: int, allow_code: bool | str) -> None:
-    """Everything that can be known to be wrong before anything is loaded."""
+    """Refuse whatever can be known to be wrong before anything is loaded."""
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}; leave it out for the whole task")
     if batch_size < 1:

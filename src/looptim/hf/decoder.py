@@ -112,7 +112,7 @@ def _rows(segments: list[Segment]) -> list[range]:
 
 
 class LoopedDecoder:
-    """What every looped decoder has beside what its architecture has; comes before it in its class."""
+    """What looped decoders add to their architecture; a mixin that comes before its class."""
 
     def __init__(self, config: LoopedDecoderConfig):
         super().__init__(config.to_distinct())
@@ -138,7 +138,7 @@ class LoopedDecoder:
 
         A saved config has the largest number of loops. A cache that was filled at another depth cannot be used again.
         Where tokens may leave, an output has `depth`: how many steps each token took, a tensor per loop. `grad_steps`
-        truncates backpropagation to the last so many steps of a loop.
+        truncates backpropagation to that many last steps of a loop.
         """
         loops, unrolled = None, self.unrolled
         if depth is not None:
@@ -161,7 +161,7 @@ class LoopedDecoder:
             cast(nn.Module, self).register_forward_hook(_tell_depth)
 
     def reader(self) -> Callable[[Tensor], Tensor]:
-        """What makes logits of what a loop returns, through norm and head; the coda is left out."""
+        """The function from what a loop returns to logits, through norm and head; the coda is left out."""
         return functools.partial(_decode, self)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What stands for a token at the visits of a foreign decoder's layers that it skips."""
+"""The keys and values of tokens that skip visits to the layers of a foreign decoder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..loop.walk import Walk
 
 
 class HeldCache:
-    """A cache, or none, at which tokens that have left the loop stand with the keys and values of their last visit.
+    """Wraps a cache, or None: tokens that have left the loop keep the keys and values of their last visit.
 
     k_{l,i} = k_{tau_i,i} and v_{l,i} = v_{tau_i,i} for the visits l > tau_i that token i skips, as in our own models
     (docs/depth.md). Attention of transformers hands its keys and values to the cache, which is where they are held.
@@ -25,7 +25,7 @@ class HeldCache:
         return getattr(self.__dict__["cache"], name)
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *given: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        """What a layer attends to, of which the tokens that skip this visit are held."""
+        """Cache keys and values and return all that a layer attends to; tokens that skip the visit keep their last."""
         live, block = self.walk.live, self.blocks[layer_idx]
         if isinstance(live, Tensor) and block in self.last:
             inside = live.reshape(*live.shape, *[1] * (2 - live.dim()))[:, None, :, None]
@@ -35,7 +35,7 @@ class HeldCache:
         return (key, value) if self.cache is None else self.cache.update(key, value, layer_idx, *given, **named)
 
     def skip(self, places: Iterable[int]) -> None:
-        """Give places of the cache that no token comes to what they keep."""
+        """Fill the places of the cache that no token visits with the keys and values that are kept."""
         cache = self.cache
         for place in places if cache is not None else ():
             assert cache is not None

@@ -189,7 +189,7 @@ class PerToken(Depth):
 @final
 @dataclass(frozen=True, eq=False)
 class Exit(Depth):
-    """A token leaves `patience` steps after the first, from `minimum` on, at which its signal is below `threshold`.
+    """A token leaves `patience` steps after its signal is first below `threshold`, counted from step `minimum` on.
 
         tau_i = patience + min {l >= minimum: s_{l,i} < threshold},  at most `maximum`
 
@@ -217,7 +217,7 @@ class Exit(Depth):
     """The first so many places of every sequence take all steps: prefill at full depth. Padding on the left counts."""
     mode: Literal["end", "mask", "compact"] = "end"
     """`end`: the loop ends when nobody is left. `mask`: it runs all its steps, for one graph, or weights that are
-    sharded. `compact`: sequences in which nobody is left also leave the batch, which a GPU has to be waited for."""
+    sharded. `compact`: sequences in which nobody is left also leave the batch; the host waits for a GPU to tell."""
     patience: int = 0
     """How many steps more a token takes once its signal is below the threshold."""
 

@@ -21,7 +21,7 @@ from .template import equation_of, fill, frame
 TOKENS = "training tokens"
 """What the horizontal axes of most charts are; these are zoomed together."""
 MOST_POINTS = 4000
-"""Of a line on a page; of a longer one every second point is shown, or every third."""
+"""The most points of a line; of a longer one only every second point is shown, or every third."""
 
 
 @final
@@ -32,7 +32,7 @@ class Group:
     name: str
     style: Mapping[str, Any]
     bits: float | None = None
-    """What nats per token are to be multiplied with to be bits per byte."""
+    """The factor from nats per token to bits per byte."""
 
     def as_json(self) -> dict[str, Any]:
         """Its name and look."""
@@ -186,7 +186,7 @@ def equations_of(configs: Iterable[tuple[str, Config]]) -> list[dict[str, Any]]:
 
 
 def write_report(out: Path, files: Mapping[str, bytes], *, figures: Sequence[str]) -> None:
-    """Write the files of a report; of an earlier one, `figures` that are not among them go."""
+    """Write the files of a report, and remove those `figures` of an earlier report that are not among them."""
     with os_errors_as(f"cannot write the report to {out}", "choose another folder"):
         write_together(out, files)
         for name in figures:

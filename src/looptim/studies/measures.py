@@ -52,7 +52,6 @@ class Measure(NamedTuple):
 
     key: str
     heading: str
-    """The unit in its column of a table."""
     unit: str
     better: str
     of: Callable[[Outcome], Mapping[int, float]]

@@ -27,13 +27,13 @@ TOLERANCE = {"tokens": 0.02, "flops": 0.01}
 """
 
 OWN = {"train.steps": "tokens", "loop": "variants", "model.loop": "variants"}
-"""Keys of a recipe that a study sets itself, and from what."""
+"""Keys of a recipe that a study sets itself, and what it sets them from."""
 OWN_OF_VARIANT = {"train.steps": "budget", "loop.preset": "preset", "model.layout": "layout"}
 """The same for the changes of one variant."""
 COMMON = ("data", "train.batch_size", "train.seq_len")
-"""Keys of which all variants have the same."""
+"""Keys that must have the same value in all variants."""
 VARIED = {"both": ("train.seed", "train.data_seed"), "weights": ("train.seed",), "data": ("train.data_seed",)}
-"""Those that it has from its seeds, by what these are to vary."""
+"""Keys that are set from a study's seeds, by what the seeds vary."""
 
 
 def _each_once(seeds: tuple[int, ...]) -> tuple[int, ...]:
@@ -157,12 +157,12 @@ class Plan:
     """What a reader of its tables is to know besides."""
 
     def config(self, variant: str) -> Config:
-        """Of the first seed."""
+        """The config of a variant's run with the first seed."""
         return next(cell.config for cell in self.cells if cell.variant == variant)
 
     @property
     def tokens(self) -> int:
-        """That a run of the reference is trained on: the budget in whole updates."""
+        """The tokens that a run of the reference is trained on: the budget in whole updates."""
         return self.tokens_of(self.study.reference)
 
     @property
@@ -177,7 +177,7 @@ class Plan:
         return ours / theirs
 
     def tokens_of(self, variant: str) -> int:
-        """That a run of a variant is trained on."""
+        """The tokens that a run of a variant is trained on."""
         settings = self.config(variant).train
         return settings.steps * settings.batch_size * settings.seq_len
 
@@ -272,7 +272,7 @@ def _check_changes(changes: Iterable[str], study: Study, own: Mapping[str, str])
 
 
 def _config(base: Config, study: Study, name: str, *, worth: float = 1.0) -> Config:
-    """Of a variant whose token is `worth` so many of those that the budget counts."""
+    """The config of a variant, one of whose tokens is `worth` this many of those that the budget counts."""
     variant = study.variants[name]
     values = base.model_dump()
     values["model"]["loop"] = variant.model_dump(include={"preset", "options", "noncausal"})

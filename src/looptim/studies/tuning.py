@@ -68,7 +68,7 @@ def plan_trials(path: Path, plan: Plan, *, set: Iterable[str] = ()) -> Plan:
 
 
 def _reference(study: Study) -> str:
-    """Of the trials: the first one of the study's reference."""
+    """The reference of the trials: the first trial of the study's reference."""
     return trial_name(study.reference, combinations(trials_of(study, study.reference))[0])
 
 

@@ -1,4 +1,4 @@
-"""How what a recipe describes becomes a model that is trained: here one of ours."""
+"""How a recipe becomes the model that is trained; here, a model of ours."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from .optim import role_of
 @final
 @dataclasses.dataclass(frozen=True)
 class Maker:
-    """What the training asks of whoever makes its model; `OURS` makes a `LoopedLM`, and `hf` a looped decoder."""
+    """How a training makes its model: `OURS` makes a `LoopedLM`, and `hf.maker` a looped decoder."""
 
     check: Callable[[Config], None]
-    """A ValueError where the model of a recipe cannot be trained, before anything is read or built."""
+    """Raises a ValueError if the model of a recipe cannot be trained, before anything is read or built."""
     build: Callable[[Config, World, Mesh | None], Any]
     """The model, with the `loss` of a `LoopedLM`, on this process's device."""
     role: Callable[[nn.Module, str, Tensor], str]
     """The group of a parameter in the optimizer."""
     describe: Callable[[Config, Any], str]
-    """The model in a line."""
+    """One line about the model."""
     flops: Callable[[Config, Sequence[int] | None], float]
-    """Those of a token in an update, by the lengths of the documents in a sequence."""
+    """Training FLOPs of a token, given the lengths of the documents in a sequence."""
     origin: Callable[[Config], dict[str, Any]]
-    """What a run records of the weights it began with, where they are not drawn."""
+    """What a run records about initial weights that are not drawn at random."""
 
 
 def check_origin(config: Config, record: Mapping[str, Any], origin: Mapping[str, Any], path: Path) -> None:
-    """That the weights a run began with are still those that its checkpoint belongs to."""
+    """Check that the weights a run began with are still those that its checkpoint belongs to."""
     if record.get("base") != origin.get("base"):
         raise ValueError(
             f"the weights in {config.pretrained.folder} are not those that {path} began with; bring them back, or "
@@ -50,7 +50,7 @@ def check_origin(config: Config, record: Mapping[str, Any], origin: Mapping[str,
 
 
 def check_model(config: Config) -> None:
-    """That the model of a recipe builds, sees no future, keeps documents apart, and samples and cuts its loops."""
+    """Check that a recipe's model builds, sees no future, keeps documents apart, and can sample and cut its loops."""
     with torch.device("meta"):
         model = LoopedLM(config.model, seed=0)
     if config.model.pairs != bool(config.data.options.get("pairs")):
@@ -65,7 +65,7 @@ def check_model(config: Config) -> None:
 
 
 def check_sampling(config: Config, looped: Sequence[Loop]) -> None:
-    """That loops can be run as often, and be cut where, the recipe says."""
+    """Check that loops can run as often, and can be cut where, the recipe says."""
     loops, preset = config.train.loops, config.model.loop.preset
     if loops.scheme == "fixed" and loops.grad_loops is None and not loops.warmup:
         return

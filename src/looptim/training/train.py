@@ -83,7 +83,7 @@ def train(
         place = Place(folder.path)
         begin = _restore(run) if resume else Done()
         saver = Saver(folder, config.train, world)
-        # A kill after the last checkpoint leaves what only the next to claim the run can clear away.
+        # A run killed after its last checkpoint leaves files that only the next process to claim it can remove.
         saver.prune(begin.step)
         with StopRequest() as stop, RunLog(folder, config, world, first_step=begin.step, progress=progress) as log:
             # A run that is done keeps the record of the environment that made it.
@@ -94,7 +94,7 @@ def train(
                     _loop(run, log, begin, save=partial(_save, run, place, saver), stop=stop)
             except Exception as error:
                 if not is_out_of_memory(error):
-                    # torchrun ends all where one is lost.
+                    # When one process is lost, torchrun ends all of them.
                     stop.deaf = is_lost(error, world)
                     raise (gone(world, folder.path) if stop.deaf else error) from None
                 rows = config.train.micro_batch or config.train.batch_size // world.size
@@ -106,7 +106,7 @@ def train(
 
 
 def _open_together(config: Config, world: World, *, progress: bool) -> Dataset:
-    """The data, read and tokenized by all processes; that it has a batch is seen at once."""
+    """The data, read and tokenized by all processes; a ValueError if it is too small for a batch."""
 
     def open_() -> Dataset:
         model, train = config.model, config.train
@@ -169,11 +169,11 @@ class Done(NamedTuple):
     step: int = 0
     """Updates."""
     tokens: int = 0
-    """Tokens trained on, which need not be so many an update all along."""
+    """Tokens trained on; a resumed run may take another number of them in each update."""
 
 
 def _restore(run: TrainingState) -> Done:
-    """Load the last complete checkpoint, if there is one; how far it had come."""
+    """Load the last complete checkpoint, if there is one, and return how far it had come."""
     record = checkpoint.load_latest(run.folder, run.model, run.optimizer, run.world)
     if record is None:
         return Done()
@@ -184,7 +184,7 @@ def _restore(run: TrainingState) -> Done:
     check_origin(run.config, record, run.maker.origin(run.config), run.folder.path)
     if run.world.first:
         _show_changes(run, record["step"])
-    # Checkpoints of before tokens were counted are of runs whose batch did not change.
+    # Older checkpoints have no count of tokens; the batch of their runs never changed.
     settings = record["config"]["train"]
     tokens = record.get("tokens", record["step"] * settings["batch_size"] * settings["seq_len"])
     return Done(record["step"], tokens)
@@ -235,7 +235,7 @@ def _validate(run: TrainingState, log: RunLog, done: Done) -> None:
 
 
 def _flops(run: TrainingState) -> float:
-    """Training FLOPs of a token. Of attention inside documents only what is computed, by those of the first batch."""
+    """Training FLOPs of a token; attention inside documents is counted with the documents of the first batch."""
     settings = run.config.train
     if not run.config.data.mask_attention:
         return run.maker.flops(run.config, None)
