@@ -1,5 +1,6 @@
 """The list of contracts every preset must keep, the ones users register included."""
 
+import functools
 import io
 import itertools
 import math
@@ -46,6 +47,12 @@ def make(case, width=WIDTH, steps=STEPS):
     return lo.build(name, width=width, steps=steps, **options)
 
 
+@functools.cache
+def verdict_on(case):
+    """What `diagnose` says, which is asked by several tests and takes a while."""
+    return lo.diagnose(make(case))
+
+
 def scramble(loop):
     for p in loop.parameters():
         p.data.add_(0.2 * torch.randn_like(p))
@@ -66,13 +73,18 @@ class CausalBlocks(torch.nn.Module):
 
 @every
 def test_every_map_passes_the_dot_product_test(case):
-    assert lo.diagnose(make(case)).adjoint_error < 1e-14
+    assert verdict_on(case).adjoint_error < 1e-14
+
+
+@every
+def test_no_part_sees_a_later_token_or_another_sequence(case):
+    assert verdict_on(case).leak is None
 
 
 @every
 def test_a_step_is_the_gradient_step_of_its_objective_exactly_when_aligned(case):
     loop = make(case)
-    if lo.diagnose(loop).aligned:
+    if verdict_on(case).aligned:
         assert lo.check_gradient(loop) < 1e-12
     else:
         with pytest.raises(ValueError, match="not the gradient step"):
@@ -81,7 +93,7 @@ def test_a_step_is_the_gradient_step_of_its_objective_exactly_when_aligned(case)
 
 @pytest.mark.parametrize("name", lo.PRESETS)
 def test_only_four_of_the_paper_and_damped_looping_are_mismatched(name):
-    verdict = lo.diagnose(lo.build(name, width=WIDTH, steps=STEPS))
+    verdict = verdict_on(name)
     assert verdict.aligned == (name not in MISMATCHED)
     assert (verdict.gap > 0.1) == (name in MISMATCHED)
 
