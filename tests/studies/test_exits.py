@@ -111,6 +111,7 @@ def test_tables_and_the_figure_have_every_model():
     assert exit_tables([Outcome("x", {}, {}, {}, {}, {}, {})]) == [] == exit_pictures([])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["exits_deref", "exits_text"])
 def test_the_shipped_studies_load_and_ask_for_exits(name):
     plan = load_plan(name, scale="smoke")
