@@ -9,9 +9,9 @@ TEST_ENV := OMP_NUM_THREADS=1
 demo: .venv/.demo
 	@$(BIN)/looptim demo
 
-# What a change breaks first, in under 90 seconds: no test that starts processes or trains for long.
+# What a change breaks first, in under 90 seconds: no page of the docs, no test that starts processes or trains for long.
 quick: .venv/.installed
-	@$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m "not slow and not long"
+	@$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m "not slow and not long" tests src README.md
 
 test: check
 	@echo "== tests (a part of them in 90 seconds: make quick; the slow ones: make slow)"
