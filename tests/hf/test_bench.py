@@ -57,6 +57,7 @@ def test_a_baseline_grows_group_by_group_under_the_same_conditions(baseline):
         update(baseline, [STEADY])
 
 
+@pytest.mark.long
 def test_a_slowdown_fails_and_an_equal_run_passes(baseline, monkeypatch, capsys):
     seconds = {"theirs": 0.03, "ours": 0.03}
     calls = {name: lambda name=name: spend(seconds[name]) for name in seconds}
@@ -94,6 +95,7 @@ def test_the_committed_baseline_and_the_page_say_the_same():
     assert all(f"| {' | '.join(measure.cells)} |" in page for measure in measures.values())
 
 
+@pytest.mark.long
 def test_counts_of_a_step():
     assert 5 < saved_words(reversible=False).median < 5.4
     assert 1 < saved_words(reversible=True).median < 1.5

@@ -29,6 +29,7 @@ def test_influence_and_angle_by_hand():
     assert chosen.angle[1] == pytest.approx(angle.median().item(), abs=1e-6)
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_contraction_by_hand():
     base, tokens = model(), texts()[:1]
@@ -39,6 +40,7 @@ def test_contraction_by_hand():
     assert chosen.contraction[1] == pytest.approx(ratio.median().item(), rel=1e-5)
 
 
+@pytest.mark.long
 def test_layers_that_do_nothing_are_recommended(tmp_path):
     base = model()
     with torch.no_grad():

@@ -225,6 +225,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(preset):
     assert not model.looped.checkpointing
 
 
+@pytest.mark.long
 def test_trainer_lowers_the_loss(tmp_path):
     model = wrapped().train()
     data = [{"input_ids": row, "labels": row} for row in tokens(4)]
@@ -255,6 +256,7 @@ def test_trainer_lowers_the_loss(tmp_path):
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.long
 def test_lora_trains_attention_and_experts(tmp_path):
     peft = pytest.importorskip("peft")
     model = wrapped()

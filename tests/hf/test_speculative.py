@@ -34,7 +34,9 @@ def write(model, options, draft_loops=None, told=None):
     return model.generate(tokens(1, 6), max_new_tokens=30, pad_token_id=0, eos_token_id=3, **options, **drafting)
 
 
-@pytest.mark.parametrize("options", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "options", [{"do_sample": False}, pytest.param(SAMPLED, marks=pytest.mark.long)], ids=["greedy", "sampled"]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_tokens_are_those_of_plain_decoding(name, options):
     model = wrapped(**MODELS[name])
@@ -45,6 +47,7 @@ def test_the_tokens_are_those_of_plain_decoding(name, options):
     assert all(tally.tokens / speculative.LONGEST < tally.rounds < tally.tokens - 1 for tally in tallies)
 
 
+@pytest.mark.long
 def test_a_wrong_draft_costs_rounds_and_no_token(monkeypatch):
     model, tallies = wrapped(**MODELS["streams"]), []
     plain = write(model, SAMPLED)
@@ -67,6 +70,7 @@ def test_what_the_draft_computed_is_not_computed_again():
     assert seen[11] > prelude
 
 
+@pytest.mark.long
 def test_decoding_stops_where_plain_decoding_stops():
     model = wrapped(**MODELS["streams"])
     whole = write(model, SAMPLED)[0, 6:].tolist()

@@ -71,6 +71,7 @@ def test_the_command(tmp_path):
     assert done.returncode == 2 and "cannot run 9" in done.stderr and not (tmp_path / "look.html").exists()
 
 
+@pytest.mark.long
 def test_the_page_is_small(tmp_path):
     changes = {
         "layout": "2-4x6-2",
@@ -89,6 +90,7 @@ def test_the_page_is_small(tmp_path):
     assert len(page) < 400_000
 
 
+@pytest.mark.long
 def test_a_notebook_shows_the_page_of_a_report(tmp_path):
     page = lo.report(lo.train(config(steps=3), tmp_path / "run", progress=False))
     shown = page._repr_html_()

@@ -100,6 +100,7 @@ def test_an_update_reads_nothing(name, monkeypatch):
             skips.read(done, last=False)
 
 
+@pytest.mark.long
 def test_the_only_read_of_expert_parallelism_is_of_split_sizes():
     recipe = config(batch_size=4, micro_batch=1).model_copy(update={"parallel": ParallelConfig(expert=2)})
     reads = []
