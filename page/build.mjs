@@ -10,6 +10,11 @@ const hash = (text, form) => createHash("sha256").update(text).digest(form);
 const sources = readdirSync(".").filter((name) => /\.(ts|css|mjs)$/.test(name)).sort();
 const stamp = hash(sources.map((name) => readFileSync(name, "utf8")).join(""), "hex");
 
+// The same drawing as `mark` in dom.ts, for the browser's tab.
+const icon = encodeURIComponent('<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24"><path fill="none" stroke="#0a63b0" ' +
+  'stroke-width="2.2" stroke-linecap="round" d="M22 12A10 10 0 0 1 2 12A8 8 0 0 1 18 12A6 6 0 0 1 6 12A4 4 0 0 1 14 12"/>' +
+  '<circle cx="11.4" cy="12.6" r="2" fill="#c14b00"/></svg>');
+
 async function bundle(file) {
   const done = await build({ entryPoints: [file], bundle: true, minify: true, write: false, target: "es2022" });
   return done.outputFiles[0].text.trim();
@@ -29,6 +34,7 @@ for (const name of process.argv.slice(2)) {
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="sources" content="${stamp}">
 <title>looptim</title>
+<link rel="icon" href="data:image/svg+xml,${icon}">
 <style>${style}</style>
 </head>
 <body>

@@ -37,6 +37,10 @@ export function darken(node: HTMLElement, share: number): void {
   node.classList.toggle("deepest", share > 0.7);
 }
 
+/** The mark of looptim: a loop that comes closer to its end each time. */
+export const mark = () => svg("svg", { viewBox: "0 0 24 24", class: "logo", "aria-hidden": "true" },
+  svg("path", { d: "M22 12A10 10 0 0 1 2 12A8 8 0 0 1 18 12A6 6 0 0 1 6 12A4 4 0 0 1 14 12" }), svg("circle", { cx: 11.4, cy: 12.6, r: 2 }));
+
 /** A formula: what stands after an underscore is a subscript. */
 export function math(text: string): HTMLElement {
   const parts = text.split(/_(\w+)/);
@@ -61,8 +65,11 @@ export function short(value: number | null): string {
   return String(Number(value.toPrecision(3)));
 }
 
+/** A share in three significant digits; of the smallest, the zeros at the end say nothing. */
 export function percent(value: number | null): string {
-  return value === null ? "–" : `${Number((100 * value).toPrecision(3))}%`;
+  if (value === null) return "–";
+  const digits = (100 * value).toPrecision(3);
+  return `${value >= 1e-4 && value < 1 ? digits : Number(digits)}%`;
 }
 
 /** When what is on the page so far has been drawn; where nothing is drawn, as in a hidden tab, soon. */

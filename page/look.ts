@@ -1,8 +1,8 @@
 // The look page: tokens across, loops down, and everything about the one cell the cursor is on.
 import { Cursor, Data, Exit, Model, rowName } from "./data";
-import { darken, el, painted, percent, select, short, unpack, visible } from "./dom";
+import { darken, el, mark, painted, percent, select, short, unpack, visible } from "./dom";
 import { answers, attention, equation, experts, numbers, optimizer } from "./panels";
-import { Shade, shades } from "./shade";
+import { Shade, numbersOf, rangeOf, shades } from "./shade";
 
 class View {
   readonly root: HTMLElement;
@@ -11,6 +11,7 @@ class View {
   private readonly panels = el("div", { class: "panels" });
   private readonly layer = { index: 0 };
   private readonly scale = el("p", { class: "note" });
+  private readonly said = el("p", { class: "said", role: "status", "aria-live": "polite" });
   /** What the grid scrolls in; two grids scroll together. */
   readonly scroll: HTMLElement;
 
@@ -29,13 +30,14 @@ class View {
     this.scroll = el("div", { class: "scroll" }, table);
     this.root = el("section", { class: "model" },
       el("h2", {}, el("bdi", {}, model.name)), el("div", {}, ...model.equations.map(equation)),
-      this.scale, this.scroll, this.panels);
+      this.scale, this.scroll, this.said, this.panels);
   }
 
   private body(move: (to: Cursor, stay: boolean) => void): HTMLElement {
     const body = el("tbody");
     this.model.rows.forEach((_, row) => {
       const line = el("tr", {}, el("th", { scope: "row" }, rowName(this.model, row)));
+      line.style.setProperty("--row", String(row));
       this.cells.push(this.data.tokens.map((_, token) => {
         const says = this.data.pieces[this.model.lens.top[row][token][0]];
         const cell = el("td", {
@@ -69,10 +71,8 @@ class View {
     this.cells[to[0]]?.[to[1]]?.focus();
   }
 
-  shade(shade: Shade): void {
-    const all = this.cells.map((cells, row) => cells.map((_, token) => shade.value(this.model, row, token)));
-    const known = all.flat().filter((value): value is number => value !== null);
-    const [low, high] = [Math.min(...known), Math.max(...known)];
+  shade(shade: Shade, [low, high]: [number, number]): void {
+    const all = numbersOf(shade, this.model);
     const [light, dark] = shade.ends(low, high);
     this.scale.replaceChildren(`Shade: ${shade.title}, from ${light} to ${dark}. `, el("span", { class: "ramp" }));
     this.cells.forEach((cells, row) => cells.forEach((cell, token) => {
@@ -102,7 +102,9 @@ class View {
     this.cells[row][at.token].setAttribute("tabindex", "0");
     this.cells[row][at.token].classList.add("at");
     this.heads[at.token].classList.add("at");
+    this.cells[row][0].parentElement!.firstElementChild!.classList.add("at");
     const cursor = { token: at.token, row };
+    this.said.replaceChildren(...this.sentence(cursor));
     // The panels are made anew; the keyboard stays with what it was used on.
     const choose = (panel: string) => (index: number) => {
       this.layer.index = index;
@@ -116,18 +118,18 @@ class View {
     );
   }
 
-  sentence({ token, row }: Cursor): string {
-    const { lens } = this.model;
-    row = Math.min(row, this.cells.length - 1);
-    const says = visible(this.data.pieces[lens.top[row][token][0]]);
-    const rank = lens.rank[row][token];
-    const truth = rank === null ? "" : ` The true next token has rank ${rank} (${percent(lens.true[row][token])}).`;
-    const left = this.model.left;
-    const real = left ? ` With early exit the token left after ${left.depths[token]} and predicted ` +
-      `“${visible(this.data.pieces[left.says[token]])}” (${percent(left.probability[token])}).` : "";
-    return `After “${visible(this.data.pieces[this.data.tokens[token]])}”, ${the(this.model, row)} predicts “${says}” ` +
-      `(${percent(lens.probability[row][token][0])}).${truth} KL divergence to the last loop: ${short(lens.kl[row][token])} nats. ` +
-      `The prediction settles at ${the(this.model, lens.settles[token])}.${real}`;
+  private sentence({ token, row }: Cursor): (Node | string)[] {
+    const { lens, left } = this.model;
+    const piece = (id: number) => `“${visible(this.data.pieces[id])}”`;
+    const [says, rank, next] = [lens.top[row][token][0], lens.rank[row][token], this.data.tokens[token + 1]];
+    const truth = rank === null ? "" : ` The text goes on with ${piece(next)}: rank ${rank}, ${percent(lens.true[row][token])}.`;
+    const far = row === this.cells.length - 1 ? "" : ` KL divergence to the last loop: ${short(lens.kl[row][token])} nats.`;
+    const real = left ? ` With early exit the token left after ${left.depths[token]} ${left.depths[token] === 1 ? "loop" : "loops"} ` +
+      `and predicted ${piece(left.says[token])} (${percent(left.probability[token])}).` : "";
+    return [`After ${piece(this.data.tokens[token])}, ${the(this.model, row)} predicts `,
+      el("b", says === next ? { class: "right" } : {}, el("bdi", {}, piece(says))),
+      ` (${percent(lens.probability[row][token][0])}).${truth}${far} ` +
+      `The prediction settles at ${the(this.model, lens.settles[token])}.${real}`];
   }
 }
 
@@ -195,11 +197,9 @@ function exits(models: Model[], views: View[]): HTMLElement {
 async function main(): Promise<void> {
   const page = document.getElementById("page")!;
   const title = [
-    el("h1", {}, "Inside the loop"),
-    el("p", { class: "note" }, "The text runs across, the loops run down; “start” is before the first loop. Each cell is the model’s " +
-      "top prediction for the next token if it stopped looping there. Point at a cell, tap it, or use the arrow keys for details. ",
-      el("b", { class: "right" }, "Bold and underlined"), ": the prediction is the token that really comes next. ",
-      el("span", { class: "mark" }), " An orange bar on top: from here on the prediction no longer changes."),
+    el("h1", {}, mark(), "Inside the loop"),
+    el("p", { class: "lead" }, "The text runs across, the loops run down; “start” is before the first loop. Each cell is the model’s " +
+      "top prediction for the next token if it stopped looping there. Point at a cell, tap it, or use the arrow keys."),
   ];
   page.replaceChildren(...title);
   const data = await unpack<Data>();
@@ -207,7 +207,6 @@ async function main(): Promise<void> {
   await painted();
   // The first tokens have little to look back at; the next ones are on the screen of a phone, too.
   const kept = { token: Math.max(0, Math.min(3, data.tokens.length - 2)), row: data.models[0].rows.length - 1 };
-  const said = el("p", { class: "said", role: "status", "aria-live": "polite" });
   const views = data.models.map((model) => new View(data, model, move));
 
   for (const from of views) {
@@ -221,10 +220,10 @@ async function main(): Promise<void> {
     if (stay) Object.assign(kept, to);
     const at = to.token < 0 ? kept : to;
     views.forEach((view) => view.show(at));
-    said.textContent = views.map((view) => (views.length > 1 ? `${view.model.name}: ` : "") + view.sentence(at)).join(" ");
   }
   const known = shades(data);
-  const paint = (name: string) => views.forEach((view) => view.shade(known[name]));
+  const paint = (name: string) => views.forEach((view) =>
+    view.shade(known[name], rangeOf(known[name], known[name].shared ? data.models : [view.model])));
   document.title = `${data.models.map((model) => model.name).join(" and ")} · looptim look`;
   page.replaceChildren(
     el("header", {},
@@ -232,7 +231,9 @@ async function main(): Promise<void> {
       el("div", { class: "controls" },
         select("shade by", Object.entries(known).map(([name, shade]) => [name, shade.title]), paint),
         exits(data.models, views)),
-      said),
+      el("p", { class: "note keys" },
+        el("span", {}, el("b", { class: "right" }, "bold and underlined"), " the prediction is the token that really comes next"),
+        el("span", {}, el("span", { class: "mark" }), " from here on the prediction no longer changes"))),
     el("div", { class: "models" }, ...views.map((view) => view.root)),
   );
   paint("probability");

@@ -8,7 +8,7 @@ function panel(name: string, title: string, ...children: (Node | string)[]): HTM
 }
 
 const bar = (share: number) => {
-  const node = el("span", { class: "bar" });
+  const node = el("span", { class: "bar", "aria-hidden": "true" });
   node.style.setProperty("--share", `${100 * share}%`);
   return node;
 };
@@ -36,7 +36,7 @@ export function answers(data: Data, model: Model, { token, row }: Cursor): HTMLE
   const list = el("ol", { class: "answers" }, ...top[row][token].map((id, place) => {
     const chance = probability[row][token][place];
     return el("li", id === next ? { class: "right" } : {},
-      bar(chance), el("bdi", {}, visible(data.pieces[id])), el("span", { class: "value" }, percent(chance)));
+      el("bdi", {}, visible(data.pieces[id])), bar(chance), el("span", { class: "value" }, percent(chance)));
   }));
   const truth = next === undefined ? "" : `; the text continues with “${visible(data.pieces[next])}”`;
   return panel("says", `Predictions at ${rowName(model, row)}`,
@@ -130,8 +130,8 @@ export function attention(
   }));
   const list = el("ol", { class: "answers" }, ...source[token].map((from, place) => [from, weight[token][place]])
     .filter(([, share]) => share > 0).map(([from, share]) =>
-      el("li", {}, bar(share), el("bdi", {}, visible(data.pieces[data.tokens[from]])), el("small", {}, from === token ? "itself" : `${token - from} back`),
-        el("span", { class: "value" }, percent(share)))));
+      el("li", {}, el("span", { class: "from" }, el("bdi", {}, visible(data.pieces[data.tokens[from]])), " ",
+        el("small", {}, from === token ? "itself" : `${token - from} back`)), bar(share), el("span", { class: "value" }, percent(share)))));
   return panel("attention", "Attention",
     el("div", { class: "controls" }, chooser(model.layers, index, choose)),
     el("p", { class: "note" }, `Where the framed token looks: the eight tokens with the largest weight, averaged over heads. Visit ${visit + 1} of ${layer.attention.length} to this layer.`),
@@ -157,9 +157,10 @@ export function experts(model: Model, { token, row }: Cursor, index: number, cho
       return cell;
     }))));
   return panel("experts", "Experts",
-    el("div", { class: "controls" }, chooser(model.layers, model.layers.indexOf(layer), choose)), visits,
-    el("p", { class: "note" }, "Experts that two visits have in common, in percent, averaged over all tokens:"),
-    el("div", { class: "scroll" }, overlap));
+    el("div", { class: "controls" }, chooser(model.layers, model.layers.indexOf(layer), choose)),
+    el("div", { class: "beside" }, visits, el("div", {},
+      el("p", { class: "note" }, "Experts that two visits have in common, in percent, averaged over all tokens:"),
+      el("div", { class: "scroll" }, overlap))));
 }
 
 /** Everything about one token as a table, which a screen reader can read. */

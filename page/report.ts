@@ -1,7 +1,7 @@
 // The page of a report or a study: the loss first, then everything else that runs logged.
 import { Plot, count, isDark, onScheme, swatch } from "./chart";
 import { onPaper } from "./curves";
-import { el, painted, select, unpack, visible } from "./dom";
+import { el, mark, painted, select, unpack, visible } from "./dom";
 import { forest } from "./forest";
 import { heat } from "./heat";
 import { equation } from "./panels";
@@ -113,7 +113,7 @@ async function main(): Promise<void> {
   }
   document.title = `${data.title} · looptim report`;
   const page = document.getElementById("page")!;
-  const title = el("h1", {}, visible(data.title).replaceAll("·", " "));
+  const title = el("h1", {}, mark(), visible(data.title).replaceAll("·", " "));
   page.replaceChildren(title);
   await painted();
   page.replaceChildren(

@@ -9,12 +9,16 @@ export interface Shade {
   show(value: number | null): string;
   /** How dark a value is, from 0 to 1. */
   dark(value: number, low: number, high: number): number;
+  /** Whether two models beside each other share the scale, because their numbers mean the same. */
+  shared?: boolean;
   /** What the lightest and the darkest cell mean, of the least and the largest number. */
   ends(low: number, high: number): [string, string];
 }
 
 const between = (value: number, low: number, high: number) => (high > low ? (value - low) / (high - low) : 0.5);
-const shares = (): [string, string] => ["0%", "100%"];
+/** Probabilities are shaded up to the largest one on the page: a model that is unsure of everything would else be white. */
+const ofLargest = (value: number, _: number, high: number) => value / (high || 1);
+const upToLargest = (_: number, high: number): [string, string] => ["0%", percent(high)];
 const mean = (list: (number | null)[]) => list.reduce((sum: number, each) => sum + (each ?? 0), 0) / list.length;
 
 /** A quantity of a cell; of one per stream, the mean. */
@@ -23,29 +27,39 @@ export function cellOf(values: Model["quantities"][0]["values"], row: number, to
   return Array.isArray(cell) ? mean(cell) : cell;
 }
 
+/** The number of each cell of a model's grid. */
+export const numbersOf = (shade: Shade, model: Model): (number | null)[][] =>
+  model.rows.map((_, row) => model.lens.top[row].map((_, token) => shade.value(model, row, token)));
+
+/** The least and the largest number that a shade has in these models. */
+export function rangeOf(shade: Shade, models: Model[]): [number, number] {
+  const known = models.flatMap((model) => numbersOf(shade, model).flat()).filter((value): value is number => value !== null);
+  return [Math.min(...known), Math.max(...known)];
+}
+
 export function shades(data: Data): Record<string, Shade> {
   const found: Record<string, Shade> = {
     probability: {
       title: "probability of the top prediction",
       value: (model, row, token) => model.lens.probability[row][token][0],
-      show: percent, dark: (value) => value, ends: shares,
+      show: percent, dark: ofLargest, ends: upToLargest, shared: true,
     },
     true: {
       title: "probability of the true next token",
       value: (model, row, token) => model.lens.true[row][token],
-      show: percent, dark: (value) => value, ends: shares,
+      show: percent, dark: ofLargest, ends: upToLargest, shared: true,
     },
     rank: {
       title: "rank of the true next token",
       value: (model, row, token) => model.lens.rank[row][token],
       show: (value) => (value === null ? "–" : `#${value}`),
-      dark: (value, _, high) => 1 - between(Math.log(value), 0, Math.log(high)), ends: (_, high) => [`#${high}`, "#1"],
+      dark: (value, _, high) => 1 - between(Math.log(value), 0, Math.log(high)), ends: (_, high) => [`#${high}`, "#1"], shared: true,
     },
     kl: {
       title: "KL divergence to the last loop (nats)",
       value: (model, row, token) => model.lens.kl[row][token],
       show: short, dark: (value, low, high) => between(Math.sqrt(value), Math.sqrt(low), Math.sqrt(high)),
-      ends: (low, high) => [short(low), short(high)],
+      ends: (low, high) => [short(low), short(high)], shared: true,
     },
   };
   for (const { key, title } of data.models.flatMap((model) => model.quantities)) {
