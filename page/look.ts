@@ -232,8 +232,8 @@ async function main(): Promise<void> {
         select("shade by", Object.entries(known).map(([name, shade]) => [name, shade.title]), paint),
         exits(data.models, views)),
       el("p", { class: "note keys" },
-        el("span", {}, el("b", { class: "right" }, "bold and underlined"), " the prediction is the token that really comes next"),
-        el("span", {}, el("span", { class: "mark" }), " from here on the prediction no longer changes"))),
+        el("span", {}, el("b", { class: "right" }, "bold and underlined"), ": the prediction is the token that really comes next"),
+        el("span", {}, el("span", { class: "mark" }), ": from here on the prediction no longer changes"))),
     el("div", { class: "models" }, ...views.map((view) => view.root)),
   );
   paint("probability");

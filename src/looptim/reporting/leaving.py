@@ -41,7 +41,8 @@ def left_by(model: nn.Module, tokens: Tensor, depth: Depth) -> dict[str, Any]:
     logits, depths = _run(model, tokens, depth)
     top = logits[0].float().softmax(-1).max(-1)
     return {
-        "rule": str(depth),
+        # What an evaluation records in full; on a page, what is so unless one asks for more goes without saying.
+        "rule": str(depth).removesuffix(", prefill with exits").replace(", maximum as the layout says", ""),
         "depths": torch.stack([each[0] for each in depths]).sum(0).tolist(),
         "says": top.indices.tolist(),
         "probability": rounded(top.values),
