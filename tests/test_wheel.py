@@ -52,7 +52,7 @@ def test_the_wheel_alone_is_the_framework(wheel, tmp_path):
         (["look", "x", "a text", "--out", "x.html"], "lm"),
         (["study", "main", "--out", "x"], "plot"),
         (["doctor"], "lm"),
-        (["generate", "x", "a text"], "lm"),
+        (["generate", "x", "a text"], "hf"),
         (["export", "x", "y"], "hf"),
         (["chat", "x"], "hf"),
         (["serve", "x"], "hf"),

@@ -50,6 +50,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _name, _verb in VERBS.items():
     app.command(_name)(takes_code(_verb))

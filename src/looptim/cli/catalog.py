@@ -65,6 +65,8 @@ def recipes(json: Json = False) -> None:
 
     kinds = {"recipes": "recipe", "studies": "study"}
     rows = [[kinds[kind], name, summary(path)] for kind in kinds for name, path in shipped(kind).items()]
+    # The recipe to begin with stands first, and the paper's thirty, which need a cluster, last.
+    rows.sort(key=lambda row: (row[1].startswith("paper/"), row[0] != "recipe", row[1] != "nano"))
     if json:
         print_json([dict(zip(("kind", "name", "summary"), row, strict=True)) for row in rows])
     else:

@@ -38,6 +38,8 @@ def generate(
 
     from ..loop.depth import parse_depth
 
+    # The verb's own function is asked for first, and so is the extra with all that it needs.
+    continue_text = looptim.generate
     model, tokenizer = looptim.load(run)
     if torch.cuda.is_available():
         model.cuda()
@@ -45,7 +47,7 @@ def generate(
     # The prompt is printed with the first piece of its continuation, so that an error has a line of its own.
     pieces = iter([prompt])
     took: list[int] = []
-    looptim.generate(
+    continue_text(
         model,
         tokenizer,
         prompt,
