@@ -16,9 +16,10 @@ export interface Shade {
 }
 
 const between = (value: number, low: number, high: number) => (high > low ? (value - low) / (high - low) : 0.5);
-/** Probabilities are shaded up to the largest one on the page: a model that is unsure of everything would else be white. */
-const ofLargest = (value: number, _: number, high: number) => value / (high || 1);
-const upToLargest = (_: number, high: number): [string, string] => ["0%", percent(high)];
+/** Probabilities are shaded up to the largest on the page, or a quarter: unsure models stay pale, but not white. */
+const topOf = (high: number) => Math.max(high, 0.25);
+const ofLargest = (value: number, _: number, high: number) => value / topOf(high);
+const upToLargest = (_: number, high: number): [string, string] => ["0%", percent(topOf(high))];
 const mean = (list: (number | null)[]) => list.reduce((sum: number, each) => sum + (each ?? 0), 0) / list.length;
 
 /** A quantity of a cell; of one per stream, the mean. */

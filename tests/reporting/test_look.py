@@ -188,6 +188,9 @@ def test_the_keyboard_alone_reaches_the_grid_and_keeps_its_place_in_a_panel(tmp_
 def test_the_shade_says_what_light_and_dark_are(tmp_path, open_page):
     page = open_page(look(tmp_path))
     data = packed((tmp_path / "look.html").read_text())["models"][0]
+    assert max(chances[0] for row in data["lens"]["probability"] for chances in row) < 0.25
+    shade = page.locator(".model > .note").inner_text().strip()
+    assert shade == "Shade: probability of the top prediction, from 0% to 25.0%."
     page.locator("select").first.select_option("rank")
     most = max(rank for row in data["lens"]["rank"] for rank in row if rank is not None)
     shade = page.locator(".model > .note").inner_text().strip()
@@ -201,6 +204,7 @@ def test_two_models_share_the_cursor_and_the_shade(tmp_path, open_page):
     assert page.locator(".model").nth(0).locator("td.at").count() == 1
     assert page.locator(".says h3").all_inner_texts() == ["Predictions at loop 1"] * 2
     page.locator("select").first.select_option("rank")
+    assert len(set(page.locator(".model > .note").all_inner_texts())) == 1
     assert re.fullmatch(r"#\d+", cell(page.locator(".model").nth(0), 1, 4).locator("small").inner_text())
     # The last token has no true one after it.
     assert cell(page.locator(".model").nth(0), 1, len(TEXT) - 1).locator("small").inner_text() == "–"
