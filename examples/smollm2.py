@@ -115,42 +115,70 @@ def windows(count: int) -> Iterator[str]:
         yield f"| {source} | {destination} | {alpha} | {difference(twice, reference, texts, together=True)} |"
 
 
-def train(count: int, *, budget: int = 60 * 2 * (LAYERS + 4), rate: float = 1e-3) -> Iterator[str]:
+ROWS = {
+    # Whether it is looped and adapted, its learning rate, and what an update costs in passes of a layer.
+    "base, LoRA": (False, True, 1e-3, 2 * LAYERS),
+    "OperLoop 10-4x2-16, the transition": (True, False, 1e-2, 2 * (LAYERS + 4) - 10),
+    "OperLoop 10-4x2-16, LoRA and transition": (True, True, 1e-3, 2 * (LAYERS + 4)),
+}
+
+
+def train(count: int, *, seeds: int = 3, budget: int = 60 * 2 * (LAYERS + 4)) -> Iterator[str]:
     """The transition alone, and LoRA of rank 8, against the base with LoRA; all have the same FLOPs.
 
     `budget` counts passes of a layer. No weight of the base has a gradient, so that a pass backward costs what one
-    forward does, and below the loop there is none where the transition is all that is trained.
+    forward does, and below the loop there is none where the transition is all that is trained. A seed draws the
+    adapters and the order of the passages.
     """
     base, tokenizer = load()
     texts = passages(tokenizer, count, length=256, held_out=True)
-    data = passages(tokenizer, 10_000, length=128, held_out=False)
+    data = torch.cat([tokens for tokens, _ in passages(tokenizer, 10_000, length=128, held_out=False)])
     reference = nats_per_byte(base, texts)
-    yield f"base {reference.mean():.4f} nats per byte, {count} held-out passages of 256 tokens\n"
-    yield "| model | updates of 128 tokens | trained parameters | nats per byte over the base |\n|---|---|---|---|"
-    rows = {
-        "base, LoRA": (False, True, 2 * LAYERS),
-        "OperLoop 10-4x2-16, the transition": (True, False, 2 * (LAYERS + 4) - 10),
-        "OperLoop 10-4x2-16, LoRA and transition": (True, True, 2 * (LAYERS + 4)),
-    }
-    for name, (looped, adapters, cost) in rows.items():
-        torch.manual_seed(0)
-        model = lo.loop_model(base, layout(10, 4, 2), "operloop") if looped else base
-        adapted = with_adapters(model) if adapters else model
-        for key, weight in adapted.named_parameters():
-            weight.requires_grad_(".loops." in key or "lora_" in key)
-        trained = [weight for weight in adapted.parameters() if weight.requires_grad]
-        steps = round(budget / cost)
-        optimizer = torch.optim.AdamW(trained, lr=rate)
-        adapted.train()
-        for step in range(steps):
-            tokens = data[step % len(data)].tokens
-            adapted(tokens, labels=tokens).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        size = sum(weight.numel() for weight in trained)
-        yield f"| {name} | {steps} | {size:,} | {difference(adapted, reference, texts)} |"
-        if adapters:
-            adapted.unload()
+    yield f"base {reference.mean():.4f} nats per byte, {count} held-out passages of 256 tokens, {seeds} seeds\n"
+    found: dict[str, list[Tensor]] = {name: [] for name in ROWS}
+    sizes: dict[str, str] = {}
+    for seed in range(seeds):
+        for name, (_, _, _, cost) in ROWS.items():
+            losses, size = train_once(base, data, texts, name, seed, steps := round(budget / cost))
+            found[name].append(losses)
+            sizes[name] = f"{steps} | {size:,}"
+            yield f"seed {seed}, {name}: {losses.mean() - reference.mean():+.4f}"
+    yield "\n| model | updates of 128 tokens | trained parameters | nats per byte over the base | over the base, LoRA |"
+    yield "|---|---|---|---|---|"
+    rival = torch.stack(found["base, LoRA"])
+    for name, rows in found.items():
+        losses = torch.stack(rows)
+        beside = "" if name == "base, LoRA" else both_ways(losses - rival)
+        yield f"| {name} | {sizes[name]} | {both_ways(losses - reference)} | {beside} |"
+
+
+def both_ways(more: Tensor) -> str:
+    """The mean of a table of seeds and passages, and its standard error over both."""
+    errors = [part.std() / math.sqrt(len(part)) for part in (more.mean(0), more.mean(1))]
+    return f"{more.mean():+.4f} ± {math.hypot(*errors):.4f}"
+
+
+def train_once(base: Any, data: Tensor, texts: list[Passage], name: str, seed: int, steps: int) -> tuple[Tensor, int]:
+    """The nats per byte of each text after so many updates, and how many parameters were trained."""
+    looped, adapters, rate, _ = ROWS[name]
+    torch.manual_seed(seed)
+    order = torch.randperm(len(data))
+    model = lo.loop_model(base, layout(10, 4, 2), "operloop") if looped else base
+    adapted = with_adapters(model) if adapters else model
+    for key, weight in adapted.named_parameters():
+        weight.requires_grad_(".loops." in key or "lora_" in key)
+    trained = [weight for weight in adapted.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=rate)
+    adapted.train()
+    for index in order[:steps]:
+        tokens = data[index][None]
+        adapted(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    losses = nats_per_byte(adapted, texts)
+    if adapters:
+        adapted.unload()
+    return losses, sum(weight.numel() for weight in trained)
 
 
 def with_adapters(model: Any) -> Any:

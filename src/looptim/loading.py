@@ -44,7 +44,7 @@ def _load_run(run: RunDir) -> tuple[LoopedLM, Tokenizer]:
     if config.pretrained.folder is not None:
         raise ValueError(
             f"{run.path} has trained a decoder of transformers; `looptim export` it, and give the folder to "
-            "transformers, or to looptim chat, serve or look"
+            "transformers, or to the verbs of looptim"
         )
     model = LoopedLM(config.model, seed=config.train.seed)
     _report_change(config.model, recorded_code(run), run.path)
@@ -94,16 +94,24 @@ def _load_export(folder: Path) -> tuple[LoopedLM, Tokenizer]:
     return model, Tokenizer.load(folder)
 
 
-def open_decoder(folder: str | Path) -> PreTrainedModel | None:
-    """The decoder that `looptim loop` wrote to a folder, in eval mode; None for any other folder."""
-    config = Path(folder) / "config.json"
-    if not config.is_file() or "base_model_type" not in json.loads(config.read_text(encoding="utf-8")):
-        return None
-    _hf()
-    from transformers import AutoModelForCausalLM
+def open_model(path: str | Path) -> tuple[LoopedLM | PreTrainedModel, Tokenizer]:
+    """What `load` opens, or in eval mode the decoder that `looptim loop` wrote to a folder, or that a run exported."""
+    folder, run = Path(path), RunDir(path)
+    trained = run.config_file.is_file() and run.config().pretrained.folder is not None
+    if trained and (run.model / "config.json").is_file():
+        folder = run.model
+    elif "base_model_type" not in _config_of(folder):
+        return load(path)
+    return _hf().open_folder(folder), Tokenizer.load(folder)
 
-    with no_progress_bar():
-        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+
+def _config_of(folder: Path) -> Mapping[str, Any]:
+    """What a folder's config.json says; nothing where there is none, or one that is none."""
+    try:
+        known = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return known if isinstance(known, dict) else {}
 
 
 def wrap(model: LoopedLM, *, loops: int | None = None) -> LoopedForCausalLM:

@@ -169,7 +169,7 @@ def test_reasoning_by_generation_is_recorded_and_not_repeated(run, tmp_path, cap
 
 def test_a_task_is_asked_with_the_knobs_it_was_trained_with(run):
     from looptim.evaluation import tasks as reasoning
-    from looptim.evaluation.run import _trained
+    from looptim.evaluation.subject import _trained
 
     assert _trained(run) == {"addition": {"digits": 3}}
     trained = {"addition": {"digits": 3, "loss_on_prompt": True}}
@@ -181,10 +181,10 @@ def test_problems_longer_than_the_context_are_counted(run, tmp_path):
     from looptim.base.console import Progress
     from looptim.evaluation import tasks as reasoning
     from looptim.evaluation.answers import Answers
-    from looptim.evaluation.run import _open
+    from looptim.evaluation.subject import open_subject
     from looptim.rundir import Evaluation
 
-    subject = _open(run, None)
+    subject = open_subject(run, None)
     settings = {"knobs": {"length": 600, "hops": 2, "symbols": 4}, "limit": 2}
     answers = Answers(Evaluation(tmp_path, "hop"), settings)
     record = reasoning.run("hop", subject, settings, answers, batch_size=2, progress=Progress("", show=False))

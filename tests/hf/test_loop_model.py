@@ -302,8 +302,26 @@ def test_other_architectures_are_refused_in_a_sentence(kind, sizes, message):
     model_class = getattr(transformers, kind)
     model = model_class(model_class.config_class(vocab_size=64, num_hidden_layers=4, **sizes))
     with pytest.raises(ValueError, match=message) as error:
-        lo.loop_model(model, "1-2x2-1")(tokens())
+        lo.loop_model(model, "1-2x2-1")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("options", [{"streams": "many"}, {"streams": 0}, {"streams": True}, {"shared": "yes"}])
+def test_options_of_the_wrong_kind_are_refused_before_a_start_is_made_of_them(options):
+    with pytest.raises(ValueError, match=r"must be (a whole number of at least 1|true or false), got"):
+        lo.loop_model(base(), "1-2x2-1", **options)
+
+
+def test_what_is_wrong_is_said_before_the_weights_are_read(tmp_path, monkeypatch):
+    base().save_pretrained(tmp_path / "base")
+    monkeypatch.setattr("looptim.hf.loop_model.open_folder", lambda folder: pytest.fail("the weights were read"))
+    for given, message in [
+        ({"layout": "1-2x2-2"}, "has 5 layers, but LlamaForCausalLM has 4"),
+        ({"layout": "1-2x2-1", "preset": "operlop"}, "did you mean 'operloop'"),
+        ({"layout": "1-2x2-1", "options": {"stream": 1}}, "operloop has no option 'stream'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            loop_folder(tmp_path / "base", tmp_path / "out", **given)
 
 
 def test_the_command_line_loops_a_folder(tmp_path):

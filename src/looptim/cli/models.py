@@ -40,7 +40,9 @@ def generate(
 
     # The verb's own function is asked for first, and so is the extra with all that it needs.
     continue_text = looptim.generate
-    model, tokenizer = looptim.load(run)
+    from ..loading import open_model
+
+    model, tokenizer = open_model(run)
     if torch.cuda.is_available():
         model.cuda()
     prompt = sys.stdin.read() if prompt == "-" else prompt

@@ -59,6 +59,9 @@ class Tokenizer:
         """What follows a document."""
         self.bos_token = bos if bos in vocabulary else self.eos_token
         self.bos: int = vocabulary[self.bos_token]
+        # Many tokenizers of transformers put this token before every text; models trained here do not know it.
+        self.begins = model.encode("").ids[:1] == [self.bos]
+        """Whether the tokenizer itself begins a text with `bos`, as decoders trained elsewhere expect."""
         self.chat_template = chat_template
         self.hash = hashlib.sha256(self._text.encode()).hexdigest()
         self._is_bytes = self.vocab_size == 257 and self._text == _byte_model().to_str()
@@ -132,6 +135,11 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without any special token."""
         return list(text.encode()) if self._is_bytes else self._model.encode(text, add_special_tokens=False).ids
+
+    def encode_prompt(self, text: str, *, foreign: bool) -> list[int]:
+        """The ids of a text to go on from: for a model trained elsewhere with the token that begins one."""
+        ids = [self.bos] * (foreign and self.begins) + self.encode(text)
+        return ids or [self.eos]
 
     def encode_many(self, texts: Sequence[str]) -> Sequence[Sequence[int] | np.ndarray]:
         """The ids of many texts, using every core."""

@@ -20,7 +20,7 @@ from ..rundir import RunDir
 from ..training.step import count_right
 
 if TYPE_CHECKING:
-    from .run import Subject
+    from .subject import Subject
 
 LOOPS = (1, 2, 3, 4, 6, 8, 10, 12, 16)
 """Numbers of loops that are tried besides the one of the training, for a transition that all loops share."""
@@ -54,6 +54,8 @@ def run(
     name: str, subject: Subject, settings: Mapping[str, Any], *, problems: int, progress: Progress
 ) -> dict[str, Any]:
     """The share of right answers, by difficulty and as the mean over difficulties."""
+    if not isinstance(subject.model, LoopedLM):
+        raise ValueError(f"task {name!r} is for models of looptim's own; give tasks of lm-eval to a decoder")
     task, config = GRADED[name](settings["knobs"], fold=settings["valid_fold"]), subject.model.config
     if task.pairs != config.pairs:
         raise ValueError(

@@ -280,7 +280,7 @@ class Model(_Stock):
         return super()._loglikelihood_tokens(requests, True, override_bs)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> Any:
-        if not self.model.model.caches:
+        if not getattr(self.model.base_model, "caches", True):
             raise ValueError(
                 "lm-eval generates through a KV cache, which a model with a token shift or a window of 1 token cannot "
                 "have; leave out the tasks that generate"

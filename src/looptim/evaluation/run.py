@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -12,48 +11,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from ..base.console import Progress, duration
 from ..base.markup import Answer
-from ..data import GRADED, TASKS, Tokenizer, task_options
-from ..loading import load, wrap
+from ..data import GRADED, TASKS
+from ..loading import load
 from ..loop import Depth
 from ..loop.depth import Fixed
-from ..model import LoopedLM
-from ..model.count import count
 from ..rundir import Evaluation, RunDir
 from . import graded, offline
 from . import tasks as reasoning
 from .answers import Answers, remove_answers
 from .averages import averages, scores
 from .sandbox import check_isolation, uncontained
+from .subject import Subject, device, open_subject
 from .suites import CODE, choose, refusal
 
 if TYPE_CHECKING:
-    from ..hf import LoopedForCausalLM
     from .harness import Model
 
 PACKAGES = ("looptim", "lm_eval", "torch", "transformers", "datasets", "tokenizers", "numpy")
-
-
-class Subject(NamedTuple):
-    """The model that is evaluated, and what every result records about it."""
-
-    model: LoopedLM
-    tokenizer: Tokenizer
-    wrapped: LoopedForCausalLM
-    """The same weights, as transformers sees them."""
-    loops: int | None
-    """None for the number that the layout says."""
-    depth: Depth | None
-    """Where tokens leave; None where all run every loop."""
-    trained: dict[str, Any]
-    """Options of the synthetic task it learned, by name."""
-    identity: dict[str, Any]
-    """A hash; results are valid as long as it is the same."""
 
 
 def evaluate(
@@ -78,7 +58,7 @@ def evaluate(
     loops, depth = _how_deep(loops, depth)
     path, names = Path(path), choose(suite, tasks)
     _check(path, names, limit=limit, batch_size=batch_size, allow_code=allow_code)
-    subject = _open(path, loops, depth)
+    subject = open_subject(path, loops, depth)
     ours = TASKS.keys() | GRADED.keys()
     stock = [name for name in names if name not in ours]
     loaded = _load_tasks(stock, allow_code=bool(allow_code)) if stock else {}
@@ -181,7 +161,7 @@ def _run(
         "task": name,
         "settings": settings,
         "batch_size": progress.batch,
-        "device": _device(),
+        "device": device(),
         "versions": _versions(),
     }
     start = time.monotonic()
@@ -207,60 +187,12 @@ def _how_deep(loops: int | None, depth: Depth | None) -> tuple[int | None, Depth
     return (depth.steps, None) if isinstance(depth, Fixed) else (loops, depth)
 
 
-def _open(path: Path, loops: int | None, depth: Depth | None = None) -> Subject:
-    model, tokenizer = load(path)
-    wrapped = wrap(model.to(_device()), loops=loops)
-    if depth is not None:
-        wrapped.set_depth(depth)
-    wrapped.generation_config.eos_token_id = tokenizer.eos
-    config = model.config if loops is None else model.config.with_loops(loops)
-    cost = count(config)
-    # A model may have parameters for each visit, which it does not gain or lose with the loops it is run for.
-    own = cost if loops is None else count(model.config)
-    identity = {
-        "weights": _hash(model),
-        "tokenizer": tokenizer.hash,
-        "layout": config.layout,
-        "loops": next((segment.loops for segment in config.segments if segment.loops), None),
-        "exit_rule": "none: every token runs every loop" if depth is None else str(depth),
-        "preset": config.loop.preset,
-        "options": config.loop.options,
-        **({"noncausal": True} if config.loop.noncausal else {}),
-        "context_length": config.max_length,
-        "dtype": str(wrapped.dtype).removeprefix("torch."),
-        "parameters": own.parameter_conventions()["non-vocabulary"],
-        "flops_per_token": cost.flop_conventions()["without head"],
-    }
-    return Subject(model, tokenizer, wrapped, loops, depth, _trained(path), identity)
-
-
-def _trained(path: Path) -> dict[str, Any]:
-    """The options of the synthetic task that a run learned, as the run or its export says."""
-    run = RunDir(path)
-    if run.config_file.is_file():
-        return task_options(run.config().data)
-    return json.loads((path / "config.json").read_text()).get("task_specific_params") or {}
-
-
-def _hash(model: LoopedLM) -> str:
-    """Tells trained weights apart by a thousand numbers of each tensor; the same for a run and its export."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        flat = tensor.detach().flatten()
-        digest.update(f"{name}{tuple(tensor.shape)}".encode())
-        digest.update(flat[:: max(1, flat.numel() // 1024)].float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def _harness_model(subject: Subject, folder: Path, batch_size: int) -> Model:
     from . import harness
 
-    subject.tokenizer.save(folder)
-    return harness.Model(subject.wrapped, folder, batch_size=batch_size)
+    if subject.folder is None:
+        subject.tokenizer.save(folder)
+    return harness.Model(subject.wrapped, subject.folder or folder, batch_size=batch_size)
 
 
 def _settings(name: str, subject: Subject, limit: int | None, loaded: dict[str, Any]) -> dict[str, Any]:

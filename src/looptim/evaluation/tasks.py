@@ -14,7 +14,7 @@ from ..generation import complete
 from .answers import Answers
 
 if TYPE_CHECKING:
-    from .run import Subject
+    from .subject import Subject
 
 COUNT = 200
 """Held-out problems per task, unless a limit says otherwise."""
@@ -32,7 +32,7 @@ def run(
     knobs, number = settings["knobs"], settings["limit"] or COUNT
     solutions = [TASKS[name].example("valid", 0, index, **knobs).answer for index in range(number)]
     room = max(len(subject.tokenizer.encode(solution + STOP)) for solution in solutions)
-    context = subject.model.config.max_length
+    context = subject.identity["context_length"]
     seen = {"requests": number, "cut": 0, "longest": 0}
 
     def generate(prompts: list[str]) -> list[str]:

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from .config import LoopedConfig
 from .decoder import LoopedDecoder, LoopedDecoderConfig
 from .model import LoopedForCausalLM, LoopedModel
+from .opening import open_folder
 from .recirculate import recirculate
 from .slots import AttentionSlot
 
@@ -18,6 +19,7 @@ __all__ = [
     "LoopedDecoderConfig",
     "LoopedForCausalLM",
     "LoopedModel",
+    "open_folder",
     "recirculate",
 ]
 

@@ -10,6 +10,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from ..config import ModelConfig
 from ..model import Layout
+from .opening import STEERING
 
 NAMES = {
     "width": "hidden_size",
@@ -89,7 +90,8 @@ class LoopedConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """A config as it was saved: attributes with one of our own words, which have no effect, come back as such."""
         ours = {name: value for name, value in config_dict.items() if name in NAMES}
-        config = super().from_dict({name: config_dict[name] for name in config_dict.keys() - ours}, **kwargs)
+        # A file that says how to attend may name code of the hub, which transformers would fetch and run.
+        config = super().from_dict({name: config_dict[name] for name in config_dict.keys() - ours - STEERING}, **kwargs)
         for name, value in ours.items():
             setattr(config[0] if isinstance(config, tuple) else config, name, value)
         return config

@@ -19,6 +19,7 @@ from ..config import LoopConfig, Segment, parse_layout
 from ..loop import Depth, Loop, mixes_tokens
 from ..loop.depth import Fixed, PerSequence, PerToken
 from ..loop.registry import build_named, options_of
+from .opening import STEERING
 from .unrolled import UnrolledLayers
 
 
@@ -70,7 +71,8 @@ class LoopedDecoderConfig(PreTrainedConfig):
         kind: Any = _config_class(CONFIG_MAPPING[config_dict["base_model_type"]])
         if cls is not kind:
             return kind.from_dict(config_dict, **kwargs)
-        return super().from_dict(config_dict, **kwargs)
+        # A file that says how to attend may name code of the hub, which transformers would fetch and run.
+        return super().from_dict({name: config_dict[name] for name in config_dict.keys() - STEERING}, **kwargs)
 
     def to_distinct(self) -> PreTrainedConfig:
         """The config of the decoder without its loops."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
@@ -15,10 +16,12 @@ from ..base.code import allow
 from ..base.files import check_writable, whole_folder, write_whole
 from ..config import Segment, parse_layout
 from ..loading import no_progress_bar
+from ..loop.registry import check_options
 from ..training.gate import check_loop, small_copy
 from .card import write_looped_card
 from .decoder import LoopedDecoder, LoopedDecoderConfig, build_loop, causal_class, find_layers, install
 from .model import LoopedPreTrainedModel
+from .opening import open_config, open_folder
 from .starts import near_base
 from .unrolled import has_place
 
@@ -54,7 +57,18 @@ def loop_model(model: PreTrainedModel, layout: str, preset: str = "operloop", **
     looped = copy.deepcopy(model, tensors)
     looped.__class__ = causal_class(config)
     install(looped, config)
+    _try(looped)
     return looped
+
+
+@torch.no_grad()
+def _try(looped: PreTrainedModel) -> None:
+    """Run one token, since only a call shows whether layers return what a loop needs."""
+    if looped.device.type == "meta":
+        return
+    training = looped.training
+    looped.eval()(input_ids=torch.zeros(1, 1, dtype=torch.long, device=looped.device), use_cache=False)
+    looped.train(training)
 
 
 def loop_folder(
@@ -66,20 +80,21 @@ def loop_folder(
     options: Mapping[str, Any] | None = None,
 ) -> Path:
     """Loop the decoder in a folder, and write it with its tokenizer to the folder `out`."""
-    folder, out = Path(folder), Path(out)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} has no config.json, so it is not a model of transformers; give the folder of one")
+    folder, out, options = Path(folder), Path(out), options or {}
+    config = open_config(folder)
     if out.exists():
         raise ValueError(f"{out} exists; give a new folder")
     check_writable(out)
-    with no_progress_bar():
-        base = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
-        looped = loop_model(base, layout, preset, **options or {})
-        with whole_folder(out) as aside:
-            looped.save_pretrained(aside)
-            write_whole(aside / "README.md", write_looped_card(looped))
-            if (folder / "tokenizer_config.json").is_file():
-                AutoTokenizer.from_pretrained(folder, local_files_only=True).save_pretrained(aside)
+    # What is wrong with the request is said before the weights are read.
+    with torch.device("meta"):
+        _check(AutoModelForCausalLM.from_config(config), layout, preset)
+    check_options(preset, options)
+    looped = loop_model(open_folder(folder), layout, preset, **options)
+    with no_progress_bar(), whole_folder(out) as aside:
+        looped.save_pretrained(aside)
+        write_whole(aside / "README.md", write_looped_card(looped))
+        if (folder / "tokenizer_config.json").is_file():
+            AutoTokenizer.from_pretrained(folder, local_files_only=True).save_pretrained(aside)
     return out
 
 

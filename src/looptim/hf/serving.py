@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers import AutoTokenizer, TextStreamer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ..loading import no_progress_bar
 from ..rundir import RunDir
 from .decoder import causal_class
 from .model import LoopedForCausalLM
+from .opening import open_config, open_folder
 
 BACKEND = "vllm.model_executor.models.transformers:TransformersForCausalLM"
 """Runs a transformers model with vLLM's attention and linear layers. Its class for experts would replace ours."""
@@ -44,7 +44,7 @@ def serve(run: str | Path, *, host: str = "localhost", port: int = 8000) -> None
             raise ValueError(f"serving needs {package}; pip install 'transformers[serving]'")
     from transformers.cli.serve import Serve
 
-    kind = causal_class(AutoConfig.from_pretrained(folder))
+    kind = causal_class(open_config(folder))
     setattr(transformers, kind.__name__, kind)
     Serve(force_model=str(folder), host=host, port=port)
 
@@ -56,9 +56,8 @@ def chat(run: str | Path, said: Iterable[str], *, max_new_tokens: int = 256, tem
     on where the text ends.
     """
     folder = model_folder(run)
-    with no_progress_bar():
-        model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model: Any = open_folder(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     messages: list[dict[str, str]] = []
     for line in said:

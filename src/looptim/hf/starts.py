@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..loop.base import logit
-from ..loop.registry import options_of
+from ..loop.registry import check_options, options_of
 
 FAR = 1e4
 """Where a bound on what a loop reads or writes starts: pretrained states have channels in the hundreds and more."""
@@ -27,7 +27,7 @@ def _operloop(loops: int, given: Mapping[str, Any]) -> dict[str, Any]:
 def _nesterov(loops: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """As OperLoop, whose first step is here `1 + beta` times as long as its size says."""
     start = _operloop(loops, given)
-    return start | {"step_init": start["step_init"] / (1 + given.get("beta", 0.5))}
+    return start | {"step_init": start["step_init"] / (1 + max(given.get("beta", 0.5), 0.0))}
 
 
 def _hyperloop(loops: int, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,6 +83,7 @@ def near_base(preset: str, loops: int, given: Mapping[str, Any]) -> dict[str, An
     >>> near_base("operloop", 2, {"later_step": 0.5})["later_step"]
     0.5
     """
+    check_options(preset, given)
     start = STARTS.get(preset)
     if start is None and "later_step" in options_of(preset):
         start = _operloop

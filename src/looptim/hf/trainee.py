@@ -13,11 +13,9 @@ import torch
 import torch.nn.functional as F
 import xxhash
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
 from ..config import Config
-from ..loading import no_progress_bar
 from ..loop import Depth
 from ..model import IGNORE, Output, document_starts
 from ..rundir import RunDir
@@ -26,6 +24,7 @@ from ..training.distributed import World
 from ..training.maker import check_origin
 from .decoder import LoopedDecoder
 from .loop_model import loop_model
+from .opening import open_folder
 
 
 class Trainee(nn.Module):
@@ -126,8 +125,7 @@ def build_trainee(config: Config) -> Trainee:
     """The decoder of a recipe, looped, with what is to be trained of it; the seed draws what is new."""
     settings = config.pretrained
     assert settings.folder is not None
-    with no_progress_bar():
-        base = AutoModelForCausalLM.from_pretrained(settings.folder, local_files_only=True, dtype=torch.float32)
+    base = open_folder(settings.folder, dtype=torch.float32)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed)
         decoder = _loop(base, config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from numbers import Integral, Real
 from typing import Any, final
@@ -110,22 +110,26 @@ def build(name: str, *, width: int, steps: int, **options: Any) -> Loop:
 
 def build_named(name: str, *, width: int, steps: int, **options: Any) -> Loop:
     """`build` for a name that may come from a file: code it names runs only if the caller has allowed it."""
-    preset = preset_of(name)
-    parameters = signature_of(preset).parameters
+    check_options(name, options, width=width, steps=steps)
+    loop = preset_of(name)(width, steps, **options)
+    require(f"what the preset {name} returns", loop, Loop)
+    return loop
+
+
+def check_options(name: str, options: Mapping[str, Any], **sizes: int) -> None:
+    """Raise a ValueError unless a preset has these options, and their values are of the kind it takes."""
+    parameters = signature_of(preset_of(name)).parameters
     known = options_of(name)
     unknown = sorted(set(options) - set(known))
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if unknown and not takes_any:
         listed = f"its options are {', '.join(known)}" if known else "it has no options"
         raise ValueError(f"{name} has no option {', '.join(map(repr, unknown))}; {listed}")
-    for key, value in {"width": width, "steps": steps, "streams": options.get("streams", 1)}.items():
+    for key, value in {**sizes, "streams": options.get("streams", 1)}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{key} must be a whole number of at least 1, got {value!r}")
     for key in sorted(options.keys() & parameters.keys()):
         _check_option(name, parameters[key], options[key])
-    loop = preset(width, steps, **options)
-    require(f"what the preset {name} returns", loop, Loop)
-    return loop
 
 
 KINDS: dict[str, tuple[type, str]] = {

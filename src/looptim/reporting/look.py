@@ -11,8 +11,9 @@ from torch import nn
 
 from ..base.files import os_errors_as, write_whole
 from ..data import Tokenizer
-from ..loading import load, open_decoder
+from ..loading import open_model
 from ..loop import Depth, Loop
+from ..model import LoopedLM
 from .recording import record
 from .template import equation_of, fill, frame
 
@@ -48,7 +49,7 @@ def look(
     subjects = [_subject(given, tokenizer) for given in (model, against) if given is not None]
     # Half a surrogate, as the command line makes of a stray byte, is no text that a tokenizer takes.
     text = re.sub("[\ud800-\udfff]", "\ufffd", text)
-    encoded = [words.encode(text) or [words.eos] for _, _, words in subjects]
+    encoded = [words.encode_prompt(text, foreign=not isinstance(part, LoopedLM)) for _, part, words in subjects]
     if encoded[0] != encoded[-1]:
         first, second = (name for name, _, _ in subjects)
         raise ValueError(
@@ -68,10 +69,7 @@ def look(
 
 def _subject(given: str | Path | nn.Module, tokenizer: Tokenizer | None) -> tuple[str, nn.Module, Tokenizer]:
     if not isinstance(given, nn.Module):
-        decoder = open_decoder(given)
-        if decoder is not None:
-            return str(given), decoder, Tokenizer.load(given)
-        return (str(given), *load(given))
+        return (str(given), *open_model(given))
     if tokenizer is None:
         raise ValueError("a model in memory needs a tokenizer; give one with tokenizer=, or the folder of a run")
     # A wrapper of transformers around our model shares its weights; the model itself shows its experts and attention.
