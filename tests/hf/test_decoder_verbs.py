@@ -4,10 +4,10 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from support import run
 from tokenizers.processors import TemplateProcessing
 
 import looptim as lo
+from looptim.cli.models import generate as verb
 from looptim.data import Tokenizer
 from looptim.generation import complete
 from looptim.hf.loop_model import loop_folder
@@ -37,15 +37,15 @@ def folder(tmp_path_factory):
     return loop_folder(place / "base", place / "looped", layout="1-2x3-1", options={"shared": True})
 
 
-def test_generate_says_what_transformers_says(folder):
+def test_generate_says_what_transformers_says(folder, capsys):
     model, tokenizer = open_model(folder)
     ids = transformers.AutoTokenizer.from_pretrained(folder)("Hello", return_tensors="pt").input_ids
     assert ids[0, 0] == 257 and tokenizer.encode("Hello") == ids[0, 1:].tolist()
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 256}
     expected = tokenizer.decode(model.generate(ids, **options)[0, ids.shape[1] :])
     assert lo.generate(model, tokenizer, "Hello", max_new_tokens=8, temperature=0) == expected
-    done = run("generate", str(folder), "Hello", "--max-new-tokens", "8", "--temperature", "0")
-    assert (done.returncode, done.stdout) == (0, f"Hello{expected}\n".replace("\r", "\n")), done.stderr
+    verb(str(folder), "Hello", max_new_tokens=8, temperature=0.0)
+    assert capsys.readouterr().out == f"Hello{expected}\n"
 
 
 def test_another_depth_is_for_one_call(folder):
@@ -66,18 +66,17 @@ def test_another_depth_is_for_one_call(folder):
 def test_evaluate_knows_a_decoder(folder, tmp_path):
     answer = lo.evaluate(folder, tasks=["addition"], limit=4, out=tmp_path, quiet=True)
     assert 0 <= answer["results"]["addition"]["exact_match,none"] <= 1
-    done = run("evaluate", str(folder), "--tasks", "addition", "--limit", "4", "--loops", "5", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stderr
+    lo.evaluate(folder, tasks=["addition"], limit=4, loops=5, out=tmp_path, quiet=True)
     records = [path.read_text() for path in tmp_path.glob("*.json")]
     assert len(records) == 2 and all('"preset": "operloop"' in record for record in records)
     with pytest.raises(ValueError, match="is for models of looptim's own"):
-        lo.evaluate(folder, tasks=["hops"], limit=4, out=tmp_path, quiet=True)
+        lo.evaluate(folder, tasks=["deref"], limit=4, out=tmp_path, quiet=True)
 
 
 def test_what_only_our_own_models_do_is_a_sentence(folder):
-    done = run("generate", str(folder), "Hello", "--draft-loops", "1")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "only a model of looptim's own is drafted" in done.stderr
-    base, tokenizer = transformers.AutoModelForCausalLM.from_pretrained(folder.parent / "base"), open_model(folder)[1]
+    model, tokenizer = open_model(folder)
+    with pytest.raises(ValueError, match="only a model of looptim's own is drafted"):
+        lo.generate(model, tokenizer, "Hello", draft_loops=1)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder.parent / "base")
     with pytest.raises(ValueError, match="LlamaForCausalLM has no loops; leave loops and depth out"):
         lo.generate(base, tokenizer, "Hello", loops=2)
