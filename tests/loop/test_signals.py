@@ -178,6 +178,12 @@ def test_a_gate_lets_out_by_the_probability_of_being_inside():
         (lambda: run(Exit("residual", 0.1, minimum=9)), "minimum .9. must not exceed the 5 steps of operloop"),
         (lambda: run(Exit("residual", 0.1), grad_steps=1), "grad_steps keeps the gradient of the last steps"),
         (lambda: run(PerToken(torch.full((3, 7), 6))), "counts asks for 6 steps, but operloop runs 5"),
+        (lambda: run(PerToken(torch.full((3, 6), 2))), "counts has 6 tokens, but the input has 7"),
+        (lambda: run(Exit(Gate(9), 0.1)), "the gate has a width of 9, but the model 8"),
+        (lambda: run(Exit(Saying(lambda g: (g.norm(), None)), 0.1)), r"saying gave a tensor of shape .*, .3, 7., and"),
+        (lambda: run(Exit(Saying(lambda g: g.norm(dim=-1)), 0.1)), r"one number per token, .3, 7., and its memory"),
+        (lambda: run(Exit(Saying(lambda g: (1.0, None)), 0.1)), "the signal saying gave a float; forward must return"),
+        (lambda: parse_depth("0"), "steps must be a whole number of at least 1, got 0"),
         (lambda: PerToken([[0, 1]]), "counts must be whole numbers of at least 1, one per token"),
         (lambda: parse_depth("residual:soon"), "depth 'residual:soon' does not parse; give a number of loops, or"),
         (lambda: parse_depth("residual"), "depth 'residual' does not parse"),
@@ -188,6 +194,15 @@ def test_bad_exits_are_one_sentence(make, message):
     with pytest.raises(ValueError, match=message) as error:
         make()
     assert "\n" not in str(error.value)
+
+
+class Saying(lo.Signal):
+    def __init__(self, says):
+        super().__init__()
+        self.says = says
+
+    def forward(self, seen, memory):
+        return self.says(seen.record.g)
 
 
 def run(depth, **options):

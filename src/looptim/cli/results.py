@@ -39,6 +39,9 @@ def evaluate(
         bool,
         typer.Option("--exits", help="Find early-exit thresholds on held-out text and report what they cost and save."),
     ] = False,
+    risk: Annotated[
+        float | None, typer.Option(metavar="X", help="With --exits, how much loss a threshold may cost. Default: 0.01.")
+    ] = None,
     out: Annotated[str | None, typer.Option(metavar="DIR", help="Output folder. Default: RUN/eval.")] = None,
     json: Json = False,
 ) -> None:
@@ -46,13 +49,14 @@ def evaluate(
     import looptim
 
     from ..loop.depth import parse_depth
-    from ..rundir import RunDir
 
     if exits:
         if suite or tasks or depth or loops or limit or allow_code or unisolated:
             raise ValueError("--exits chooses depths on the run's own held-out text; leave the other options out")
-        _evaluate_exits(run, out, json)
+        _evaluate_exits(run, out, json, {} if risk is None else {"risk": risk})
         return
+    if risk is not None:
+        raise ValueError("--risk is what a threshold of an exit may cost; give --exits too")
     if unisolated and not allow_code:
         raise ValueError("--unisolated is about executing code; give --allow-code too")
     names = None if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()]
@@ -71,17 +75,15 @@ def evaluate(
         print_json(answer)
         return
     _print_scores(answer)
-    # A report is made of a run directory and finds results in its eval/ only.
-    tables = out is None and RunDir(run).metrics.path.is_file()
-    print(f"{answer['folder']}: written" + (f"; `looptim report {run}` makes the paper's tables" if tables else ""))
+    _print_place(answer, run, out)
 
 
-def _evaluate_exits(run: str, out: str | None, json: bool) -> None:
+def _evaluate_exits(run: str, out: str | None, json: bool, options: dict[str, float]) -> None:
     """Choose exits, write the report beside the results, and print it."""
     from ..evaluation.exits import evaluate_exits
     from ..reporting.exits import report_exits
 
-    record = evaluate_exits(run, out=out)
+    record = evaluate_exits(run, out=out, **options)
     page = report_exits([record], Path(record["file"]).parent)
     if json:
         print_json(record)
@@ -96,6 +98,14 @@ def _print_scores(answer: Answer) -> None:
     means = {name: value for name, value in answer["averages"].items() if value is not None}
     if means:
         print(", ".join(f"{name} {value:.2f}" for name, value in means.items()))
+
+
+def _print_place(answer: Answer, run: str, out: str | None) -> None:
+    from ..rundir import RunDir
+
+    # A report is made of a run directory and finds results in its eval/ only.
+    tables = out is None and RunDir(run).metrics.path.is_file()
+    print(f"{answer['folder']}: written" + (f"; `looptim report {run}` makes the paper's tables" if tables else ""))
 
 
 def report(

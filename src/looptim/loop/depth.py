@@ -178,6 +178,12 @@ class PerToken(Depth):
         assert isinstance(self.counts, Tensor)
         return self.counts > step if step < self.longest or self.mode == "mask" else False
 
+    def begin(self, loop: Loop, e: Tensor, decode: Decode | None = None) -> Walk:
+        assert isinstance(self.counts, Tensor)
+        if self.counts.shape[1] != e.shape[1]:
+            raise ValueError(f"counts has {self.counts.shape[1]} tokens, but the input has {e.shape[1]}")
+        return super().begin(loop, e, decode)
+
     def part(self, first: int, length: int) -> PerToken:
         assert isinstance(self.counts, Tensor)
         counts = self.counts[:, first : first + length]
@@ -290,10 +296,10 @@ def parse_depth(text: str) -> Depth:
     True
     """
     name, *numbers = text.split(":")
+    if not numbers and name.removeprefix("-").isdecimal():
+        return Fixed(int(name))
     repeats = numbers[3:] == ["repeat"]
     try:
-        if not numbers:
-            return Fixed(int(name))
         threshold, *bounds = numbers[: 3 if repeats else None]
         minimum, maximum = [*bounds, *["1", ""][len(bounds) :]]
         values = float(threshold), int(minimum), int(maximum) if maximum else None

@@ -86,7 +86,7 @@ class ExitWalk(Walk):
         decode = self.decode if asks in ("logits", "coda") else None
         logits = decode(hidden) if decode is not None and hidden is not None else None
         seen = Seen(step, self.schedule[step - 1], record, hidden, logits)
-        value, self.memory = self.signal(seen, self.memory)
+        value, self.memory = _said(self.signal, seen, self.memory)
         if step < self.exit.minimum:
             return True
         stays = ~(value < self.exit.threshold)
@@ -108,6 +108,20 @@ class ExitWalk(Walk):
         if len(kept) < len(before):
             self.rows = before[kept]
             self.memory = pytree.tree_map(lambda t: t[kept] if isinstance(t, Tensor) else t, self.memory)
+
+
+def _said(signal: Signal, seen: Seen, memory: Any) -> tuple[Tensor, Any]:
+    """What a signal, which may be a user's own, says after a step: a number per token, and its memory."""
+    said, wanted = signal(seen, memory), seen.record.Y.shape[:2]
+    pair = isinstance(said, tuple) and len(said) == 2
+    if not pair or not isinstance(said[0], Tensor) or said[0].shape != wanted:
+        given = said[0] if pair else said
+        found = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+        raise ValueError(
+            f"the signal {signal.name} gave {found}; forward must return one number per token, {tuple(wanted)}, and "
+            "its memory, which may be None"
+        )
+    return said
 
 
 @final
