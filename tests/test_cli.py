@@ -90,6 +90,7 @@ def test_count_prints_components_conventions_and_ratios():
         (["zoo", "--json", "--markdown"], "exclude each other"),
         (["zoo", "--wat"], "No such option: --wat"),
         (["zo"], "No such command 'zo'"),
+        (["evaluate", "runs/x", "--risk", "0.1"], "--risk is what a threshold of an exit may cost; give --exits too"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_status_2(arguments, message):
