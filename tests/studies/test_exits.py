@@ -9,6 +9,7 @@ from looptim.studies.exits import (
     GAP,
     LOOPS,
     OURS,
+    PATIENT,
     POOLED,
     against,
     exit_pictures,
@@ -96,6 +97,15 @@ def test_a_run_of_before_has_no_fixed_depth():
 def test_signals_that_not_every_run_was_asked_for_are_left_out():
     tables = exit_tables([outcome("vanilla", [{OURS: 0.2, "kl": 0.1, "new": 0.3}, {OURS: 0.3, "kl": 0.4}])])
     assert tables[0].header[-2:] == [OURS, "kl"]
+
+
+def test_patience_is_held_against_patience():
+    rows = [{OURS: 0.1, PATIENT: 0.5 + seed / 100, "kl": 0.9, "kl+1": 0.3 - seed / 100} for seed in range(3)]
+    found = [outcome("vanilla", rows)]
+    compared = against({each.variant: each.exits for each in found}, ABOVE, PATIENT)
+    assert list(compared) == ["kl+1"] and compared["kl+1"][POOLED].mean == pytest.approx(-0.22)
+    table = next(each for each in exit_tables(found) if each.name == "exits_patient_above")
+    assert [row[0] for row in table.rows] == [f"{PATIENT} − kl+1"] and table.rows[0][-1] == "better"
 
 
 def test_tables_and_the_figure_have_every_model():

@@ -61,8 +61,11 @@ def exit_tables(found: Sequence[Outcome]) -> list[Table]:
     records = {outcome.variant: outcome.exits for outcome in found if outcome.exits}
     if not records:
         return []
-    against = [_against(records, measure) for measure in (GAP, ABOVE, LOOPS)]
-    return [_gaps(records), _above(records), *against, _chosen(records), _kinds(records)]
+    differing = [_against(records, measure, OURS) for measure in (GAP, ABOVE, LOOPS)]
+    patient = [name for name in _signals(records) if "+" in name]
+    if PATIENT in patient and len(patient) > 1:
+        differing.append(_against(records, ABOVE, PATIENT))
+    return [_gaps(records), _above(records), *differing, _chosen(records), _kinds(records)]
 
 
 def _signals(records: Records) -> list[str]:
@@ -120,9 +123,12 @@ def _above(records: Records) -> Table:
     return Table("exits_above", title, ["model", *_signals(records)], rows, notes, error=HALF_WIDTH, labels=1)
 
 
-def against(records: Records, measure: Measure) -> dict[str, dict[str, Estimate | None]]:
-    """Ours minus every other signal, by signal and variant, and over all runs; each family has intervals of its own."""
-    others = [signal for signal in _signals(records) if signal != OURS]
+def against(records: Records, measure: Measure, ours: str = OURS) -> dict[str, dict[str, Estimate | None]]:
+    """Ours minus every other signal, by signal and variant, and over all runs; each family has intervals of its own.
+
+    With patience, ours is held against the others with patience.
+    """
+    others = [signal for signal in _signals(records) if signal != ours and ("+" in signal or ours == OURS)]
     if measure is LOOPS:
         others.append(FIXED)
     # A block is a run: signals are compared within it.
@@ -131,16 +137,16 @@ def against(records: Records, measure: Measure) -> dict[str, dict[str, Estimate 
             variant: {place * 1000 + seed: value for seed, value in row.items()}
             for place, (variant, row) in enumerate(shares(records, measure, signal).items())
         }
-        for signal in [OURS, *others]
+        for signal in [ours, *others]
     }
     within = {f"{signal} of {variant}": row for signal, rows in blocks.items() for variant, row in rows.items()}
-    pairs = [(f"{OURS} of {variant}", f"{other} of {variant}") for other in others for variant in records]
+    pairs = [(f"{ours} of {variant}", f"{other} of {variant}") for other in others for variant in records]
     single = differences(fit(within), pairs)
     every = {signal: {key: x for row in rows.values() for key, x in row.items()} for signal, rows in blocks.items()}
-    pooled = differences(fit(every), [(OURS, other) for other in others])
+    pooled = differences(fit(every), [(ours, other) for other in others])
     return {
-        other: {variant: single[f"{OURS} of {variant}", f"{other} of {variant}"] for variant in records}
-        | {POOLED: pooled[OURS, other]}
+        other: {variant: single[f"{ours} of {variant}", f"{other} of {variant}"] for variant in records}
+        | {POOLED: pooled[ours, other]}
         for other in others
     }
 
@@ -155,11 +161,11 @@ def verdict(value: Estimate | None, *, more_is_better: bool = True) -> str:
     return "better" if (value.mean > 0) == more_is_better else "worse"
 
 
-def _against(records: Records, measure: Measure) -> Table:
+def _against(records: Records, measure: Measure, ours: str) -> Table:
     rows: list[list[str | Cell]] = []
-    for other, by_variant in against(records, measure).items():
+    for other, by_variant in against(records, measure, ours).items():
         cells = [_cell(value, measure.form.replace(":", ":+")) for value in by_variant.values()]
-        rows.append([f"{OURS} − {other}", *cells, verdict(by_variant[POOLED], more_is_better=measure.more_is_better)])
+        rows.append([f"{ours} − {other}", *cells, verdict(by_variant[POOLED], more_is_better=measure.more_is_better)])
     better = "Positive" if measure.more_is_better else "Negative"
     notes = [
         f"Differences within runs. ± is a 95% interval that holds for all differences of a family at once: one family "
@@ -167,8 +173,10 @@ def _against(records: Records, measure: Measure) -> Table:
         f"between models for noise. {better}: the local objective is better.",
     ]
     header = ["difference", *records, POOLED, "verdict over all runs"]
-    title = f"The local objective against other signals: {measure.title}"
-    return Table(f"exits_against_{measure.name}", title, header, rows, notes, error=HALF_WIDTH, labels=1)
+    others = "other signals" if ours == OURS else "the others, all with a loop of patience"
+    title = f"The local objective against {others}: {measure.title}"
+    name = f"exits_{'against' if ours == OURS else 'patient'}_{measure.name}"
+    return Table(name, title, header, rows, notes, error=HALF_WIDTH, labels=1)
 
 
 def _chosen(records: Records) -> Table:
@@ -222,7 +230,7 @@ def exit_pictures(found: Sequence[Outcome]) -> list[Picture]:
     rows = -(-len(records) // columns)
     figure = Figure(figsize=(3.0 * columns + 0.6, 2.5 * rows + 0.9), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False)
-    drawn = [signal for signal in _signals(records) if "+" not in signal or signal == PATIENT]
+    drawn = [signal for signal in _signals(records) if "+" not in signal or signal in (PATIENT, _best_patient(records))]
     for axes, (variant, by_seed) in zip(panels.flat, records.items(), strict=False):
         seeds = list(by_seed.values())
         for place, signal in enumerate(drawn):
@@ -243,6 +251,13 @@ def exit_pictures(found: Sequence[Outcome]) -> list[Picture]:
     figure.legend(handles, labels, loc="outside upper center", ncols=5, fontsize=7)
     caption = "Means over seeds; every point was run for real, with exits in prefill too."
     return [Picture("exits", caption, figure)]
+
+
+def _best_patient(records: Records) -> str | None:
+    """The signal with a loop of patience that does best against fixed depth: too many lines would be unreadable."""
+    patient = [name for name in _signals(records) if "+" in name]
+    means = {name: [x for row in shares(records, ABOVE, name).values() for x in row.values()] for name in patient}
+    return min((name for name in patient if means[name]), key=lambda name: statistics.fmean(means[name]), default=None)
 
 
 def _best(points: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
