@@ -37,6 +37,8 @@ OURS = "residual"
 PATIENT = f"{OURS}+1"
 """The same with one more loop, so that other tokens read a token's keys after its answer is written."""
 EVERY = (*SIGNALS, "gate")
+PATIENTLY = (PATIENT, "entropy+1")
+"""What else is tried by default: ours, and what did best on chained assignments (docs/findings/depth.md)."""
 FAIR = (*EVERY, *(f"{name}+1" for name in EVERY))
 """The signals that a study tries, each also with one more loop, which may help any of them."""
 
@@ -148,7 +150,7 @@ def evaluate_exits(
     For each signal thresholds are tried from the safest on, for real, until one is not shown, at `confidence`, to raise
     the loss by at most the share `risk` (of a loss below 1 nat: by `risk` nats); the last that was is chosen. One after
     another in a fixed order, these tests need no correction for their number. `only` names the signals to try beside
-    the local objective, such as `kl` or, with a patience, `kl+1`; by default all, and the local objective's patience.
+    the local objective, such as `kl` or, with a patience, `kl+1`; by default all, and two of them with patience.
     """
     if not 0 < risk < 1 or not 0.5 <= confidence < 1:
         raise ValueError(f"risk and confidence must be shares, confidence at least 0.5; got {risk} and {confidence}")
@@ -202,7 +204,7 @@ def _rules(
     model: LoopedLM, data: Dataset, size: int, only: Sequence[str] | None
 ) -> list[tuple[str, Callable[[float], Exit]]]:
     """The exits that a model may have by their threshold, with a gate trained for it, or some of them."""
-    names = [*EVERY, PATIENT] if only is None else [*dict.fromkeys([OURS, *only])]
+    names = [*EVERY, *PATIENTLY] if only is None else [*dict.fromkeys([OURS, *only])]
     coda, rules, made = Layout.of(model.config).coda, [], dict[str, Signal]()
     for name in names:
         signal, _, patience = name.partition("+")

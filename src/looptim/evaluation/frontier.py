@@ -61,3 +61,14 @@ def mixed(points: Sequence[dict[str, float]], places: np.ndarray) -> np.ndarray:
     shares = (places[:, None] - loops[first]) / width
     between = losses[first] + shares.clip(0, 1) * (losses[second] - losses[first])
     return np.where((shares >= 0) & (shares <= 1), between, np.inf).min(1)
+
+
+def envelope(points: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """The least loss at each mean of loops where every window may have either of two of the policies, as points.
+
+    >>> [point["loss"] for point in envelope([{"loops": 1.0, "loss": 3.0}, {"loops": 2.0, "loss": 1.0}])][::30]
+    [3.0, 2.0, 1.0]
+    """
+    places = np.linspace(min(point["loops"] for point in points), max(point["loops"] for point in points), 61)
+    losses = mixed([dict(point) for point in points], places)
+    return [{"loops": float(x), "loss": float(y)} for x, y in zip(places, losses, strict=True)]

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ..evaluation.exits import OURS, PATIENT
-from ..evaluation.frontier import frontier, mixed
+from ..evaluation.frontier import envelope, frontier
 from ..reporting.exits import signals_of
 from ..reporting.plots import Picture
 from ..reporting.style import LINESTYLES
@@ -240,7 +240,7 @@ def exit_pictures(found: Sequence[Outcome]) -> list[Picture]:
             axes.plot(*_mean_curve(curves, seeds), linestyle=style, linewidth=width, label=signal)
         statics = [record["static"] for record in seeds]
         axes.plot(*_mean_curve(statics, seeds), color="black", linewidth=1.4, label="every token equally deep")
-        oracles = [_best([*record["oracle"], *record["static"]]) for record in seeds]
+        oracles = [envelope([*record["oracle"], *record["static"]]) for record in seeds]
         axes.plot(*_mean_curve(oracles, seeds), ":", color="gray", label="oracle")
         axes.set_title(variant, fontsize=9)
     for axes in list(panels.flat)[len(records) :]:
@@ -258,13 +258,6 @@ def _best_patient(records: Records) -> str | None:
     patient = [name for name in _signals(records) if "+" in name]
     means = {name: [x for row in shares(records, ABOVE, name).values() for x in row.values()] for name in patient}
     return min((name for name in patient if means[name]), key=lambda name: statistics.fmean(means[name]), default=None)
-
-
-def _best(points: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    """The least loss at each mean of loops, where every window may have either of two policies."""
-    places = np.linspace(1.0, max(point["loops"] for point in points), 61)
-    losses = mixed([dict(point) for point in points], places)
-    return [{"loops": float(x), "loss": float(y)} for x, y in zip(places, losses, strict=True)]
 
 
 def _mean_curve(
