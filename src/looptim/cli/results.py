@@ -53,7 +53,7 @@ def evaluate(
     if exits:
         if suite or tasks or depth or loops or limit or allow_code or unisolated:
             raise ValueError("--exits chooses depths on the run's own held-out text; leave the other options out")
-        _evaluate_exits(run, out, json, {} if risk is None else {"risk": risk})
+        _evaluate_exits(run, out, json, risk)
         return
     if risk is not None:
         raise ValueError("--risk is what a threshold of an exit may cost; give --exits too")
@@ -78,12 +78,12 @@ def evaluate(
     _print_place(answer, run, out)
 
 
-def _evaluate_exits(run: str, out: str | None, json: bool, options: dict[str, float]) -> None:
+def _evaluate_exits(run: str, out: str | None, json: bool, risk: float | None) -> None:
     """Choose exits, write the report beside the results, and print it."""
-    from ..evaluation.exits import evaluate_exits
+    from ..evaluation.exits import RISK, evaluate_exits
     from ..reporting.exits import report_exits
 
-    record = evaluate_exits(run, out=out, **options)
+    record = evaluate_exits(run, out=out, risk=RISK if risk is None else risk)
     page = report_exits([record], Path(record["file"]).parent)
     if json:
         print_json(record)

@@ -31,6 +31,8 @@ LEVELS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 """Thresholds that are tried: these quantiles of a signal's values at full depth."""
 PRICES = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3)
 """Prices of a loop, in nats, for the oracles."""
+RISK = 0.01
+"""The share of the loss that a threshold may cost, unless it is said otherwise."""
 GATE_STEPS = 100
 OURS = "residual"
 """The signal whose thresholds are reported in full: the local objective."""
@@ -137,7 +139,7 @@ def listen(model: LoopedLM, pairs: Sequence[Pair], signals: dict[str, Signal]) -
 def evaluate_exits(
     path: str | Path,
     *,
-    risk: float = 0.01,
+    risk: float = RISK,
     confidence: float = 0.95,
     windows: int = 64,
     speed: bool = True,
