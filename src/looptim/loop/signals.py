@@ -161,9 +161,7 @@ class Gate(Signal):
     def stay(self, hidden: Float[Tensor, "B T d"]) -> Float[Tensor, "B T"]:
         """The logit of `1 - lam`, the probability that the token takes one more step."""
         if hidden.shape[-1] != self.linear.in_features:
-            raise ValueError(
-                f"the gate is for a width of {self.linear.in_features}, but this one is {hidden.shape[-1]}"
-            )
+            raise ValueError(f"the gate has a width of {self.linear.in_features}, but the model {hidden.shape[-1]}")
         h = wide(hidden)
         h = F.rms_norm(h, h.shape[-1:], eps=1e-6)
         return -F.linear(h, self.linear.weight.to(h.dtype), self.linear.bias.to(h.dtype)).squeeze(-1)
