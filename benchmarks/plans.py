@@ -29,12 +29,12 @@ ONE = "train.micro_batch=1"
 FEW = f"{ONE} model.experts=64 model.expert_hidden=1536 model.top_k=2"
 MANY = FEW.replace("64", "128")
 CASES = {
-    "256 experts of width 384, top 8": ("paper/18/baseline", "", ""),
-    "the same, 32 GB a GPU": ("paper/18/baseline", "", "memory=32"),
-    "the same, one sequence a micro-batch": ("paper/18/baseline", ONE, ""),
+    "the paper's experts: 256 of width 384, top 8": ("paper/18/baseline", "", ""),
+    "the paper's experts, 32 GB a GPU": ("paper/18/baseline", "", "memory=32"),
+    "the paper's experts, one sequence a micro-batch": ("paper/18/baseline", ONE, ""),
     "64 experts of width 1536, top 2, one sequence": ("paper/18/baseline", FEW, ""),
     "128 experts of width 1536, top 2, one sequence": ("paper/18/baseline", MANY, ""),
-    "the same, looped": ("paper/18/loop3-operloop", MANY, ""),
+    "128 of them, looped": ("paper/18/loop3-operloop", MANY, ""),
 }
 """Where experts are gathered and where tokens travel: recipe, changed keys, and what is assumed of a GPU."""
 
@@ -154,13 +154,13 @@ TABLES = {
 
 
 def write_tables(page: str, plans: Mapping[str, Any]) -> str:
-    """The page with its tables replaced: what stands between `<!-- plans: NAME -->` and the next empty line."""
+    """The page with its tables replaced: the rows after each `<!-- plans: NAME -->`."""
     for key, table in TABLES.items():
         head, rows = table(plans)
         lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
-        pattern = rf"(<!-- plans: {key} -->\n\n)(\|.*\n)*"
+        pattern = rf"(<!-- plans: {key} -->\n\n)(\|.*\n)*\n*"
         assert re.search(pattern, page), f"the page has no place for the table {key!r}"
-        page = re.sub(pattern, lambda found, lines=lines: found[1] + "\n".join(lines) + "\n", page)
+        page = re.sub(pattern, lambda found, lines=lines: found[1] + "\n".join(lines) + "\n\n", page)
     return page
 
 
