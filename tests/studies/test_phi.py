@@ -26,15 +26,15 @@ from looptim.studies.spec import Cell, Plan, Study
 PLANTED = {"plain": 0.4, "better": 0.7}
 
 
-def planted(noise, *, seed=0, budgets=(1e6, 2e6, 4e6, 8e6), seeds=2):
-    """Runs of a law with the exponents `PLANTED`."""
+def planted(noise, *, seed=0, widths=(64, 96, 128, 192), budgets=(1e6, 2e6, 4e6, 8e6), seeds=2, exponents=PLANTED):
+    """Runs of a law with known exponents."""
     rng, points = np.random.default_rng(seed), []
-    for width in (64, 96, 128, 192):
+    for width in widths:
         for tokens in budgets:
             for loops in (1, 2, 4):
-                for name in [None] if loops == 1 else PLANTED:
+                for name in [None] if loops == 1 else exponents:
                     once, looped = 24 * width**2, 48 * width**2 / loops
-                    size = once + loops ** PLANTED.get(name, 0) * looped
+                    size = once + loops ** exponents.get(name, 0) * looped
                     loss = 1.5 + 60 * size**-0.3 + 300 * tokens**-0.4
                     drawn = loss * np.exp(noise * rng.standard_normal(seeds))
                     points += [Point(name, loops, once, looped, tokens, float(value)) for value in drawn]
@@ -56,6 +56,29 @@ def test_a_planted_exponent_is_in_its_interval():
         low, high = interval(draws[name])
         assert low < value < high and is_identified(draws[name])
     assert (np.array(draws["better"]) > np.array(draws["plain"])).all()
+
+
+PUBLISHED_ORDER = {"truncated": 0.38, "plain": 0.46, "hyper-connections": 0.65}
+
+
+def simulated(noise, studies, *, draws=60):
+    """Made-up studies of the grid of `phi.toml`, one seed: which intervals hold the planted value, and their widths."""
+    held, widths, ordered = [], [], []
+    for seed in range(studies):
+        points = planted(
+            noise,
+            seed=seed,
+            widths=(32, 64, 96),
+            budgets=(131_072, 262_144, 524_288),
+            seeds=1,
+            exponents=PUBLISHED_ORDER,
+        )
+        fitted = fit(points, restarts=10)
+        ends = [interval(each) for each in bootstrap(points, fitted, draws=draws).values()]
+        held.append([low < value < high for (low, high), value in zip(ends, PUBLISHED_ORDER.values(), strict=True)])
+        widths.append([high - low for low, high in ends])
+        ordered.append(sorted(fitted.phi, key=lambda name: fitted.phi[name]) == list(PUBLISHED_ORDER))
+    return np.array(held), np.array(widths), np.array(ordered)
 
 
 def test_the_derivatives_are_those_of_the_law():

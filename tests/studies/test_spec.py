@@ -76,3 +76,30 @@ def test_losses_are_subtracted_after_the_same_tokens():
     )
     tokens, values = loss_minus(ours, theirs)
     assert tokens.tolist() == [10, 20] and values.tolist() == [10, 20]
+
+
+def test_a_part_of_a_study_is_the_same_study_with_fewer_variants():
+    whole = load_plan("confound", scale="smoke")
+    part = load_plan("confound", scale="smoke", only=["hyperloop neutral*", "vanilla x6"])
+    # The reference comes along, and so does what a variant is against.
+    assert list(part.study.variants) == [
+        "hyperloop x3",
+        "hyperloop neutral x3",
+        "hyperloop neutral x6",
+        "vanilla x3",
+        "vanilla x6",
+    ]
+    assert {cell.name for cell in part.cells} == {
+        cell.name for cell in whole.cells if cell.variant in part.study.variants
+    }
+    with pytest.raises(ValueError, match=r"only 'hyper' matches none of the study's; it has: hyperloop x3, hyper"):
+        load_plan("confound", scale="smoke", only="hyper")
+
+
+@pytest.mark.long
+def test_a_part_of_a_grid_keeps_what_is_not_looped():
+    part = load_plan("phi", scale="smoke", only=["vanilla", "huginn*"])
+    assert part.study.phi is not None
+    assert list(part.study.phi.transitions) == ["vanilla", "huginn, truncated", "huginn"]
+    assert [member.name for member in part.study.phi.members()] == list(part.study.variants)
+    assert sum(name.startswith("not looped x1") for name in part.study.variants) == 9

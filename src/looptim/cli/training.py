@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -76,6 +76,10 @@ def study(
         str | None, typer.Option(help="A scale defined in the study file, such as smoke.", metavar="NAME")
     ] = None,
     set: Set = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Take only variants of this name, such as 'vanilla*'; may be repeated."),
+    ] = None,
     runs: Annotated[
         str | None,
         typer.Option(metavar="DIR", help="Folder for the runs, which several studies may share. Default: DIR/runs."),
@@ -99,14 +103,15 @@ def study(
         raise ValueError(f"--launcher is slurm or left out, and --sbatch goes with it; got {launcher!r}")
     if watch and (launcher or not jobs):
         raise ValueError("--watch follows runs that this command trains; leave out --launcher and --jobs 0")
+    taken: dict[str, Any] = {"scale": scale, "set": set or (), "only": only or ()}
     if launcher is not None:
         from ..studies.slurm import submit
 
-        ids = submit(file, out, scale=scale, set=set or (), runs=runs, jobs=jobs, sbatch=sbatch or ())
+        ids = submit(file, out, **taken, runs=runs, jobs=jobs, sbatch=sbatch or ())
         print(f"submitted {', '.join(ids)}; the last writes {out}/index.html when the others are done")
         return
     try:
-        page = looptim.study(file, out, scale=scale, set=set or (), runs=runs, jobs=jobs, watch=10.0 if watch else None)
+        page = looptim.study(file, out, **taken, runs=runs, jobs=jobs, watch=10.0 if watch else None)
     except KeyboardInterrupt:
         raise StopError(f"stopped; the same command continues {out}") from None
     print((page.parent / "results.md").read_text(encoding="utf-8"))

@@ -47,6 +47,7 @@ def study(
     *,
     scale: str | None = None,
     set: Iterable[str] = (),
+    only: Iterable[str] = (),
     runs: str | Path | None = None,
     jobs: int = 1,
     progress: bool = True,
@@ -55,17 +56,18 @@ def study(
     """Run a study and write its table, figures and page into `out`; the page's path is returned.
 
     Finished runs are skipped and cut ones resumed. Runs go to `runs` (OUT/runs by default): studies that are given
-    the same folder share the runs they have in common. `jobs` of them are trained at a time; with 0 the table and the
-    figures are made of the runs that are there. What finished runs logged is also kept in OUT/runs.zip, from which the
-    study goes on where the runs themselves are gone. With `watch` the page is written about every so many seconds
-    while runs train; one that is open in a browser follows by itself.
+    the same folder share the runs they have in common. `only` are patterns of the variants to take, such as "vanilla*";
+    the reference comes with them, and the others can be added later. `jobs` of them are trained at a time; with 0 the
+    table and the figures are made of the runs that are there. What finished runs logged is also kept in OUT/runs.zip,
+    from which the study goes on where the runs themselves are gone. With `watch` the page is written about every so
+    many seconds while runs train; one that is open in a browser follows by itself.
     """
     if jobs < 0:
         raise ValueError(f"jobs must be at least 1, or 0 to train nothing, got {jobs}")
     if watch is not None and (watch <= 0 or not jobs):
         raise ValueError(f"a page can follow runs that train, every few seconds; got watch {watch} with {jobs} jobs")
     path, out = find_file("studies", path), Path(out)
-    plan = load_plan(path, scale=scale, set=set)
+    plan = load_plan(path, scale=scale, set=set, only=only)
     folder = out / "runs" if runs is None else Path(runs)
     if plan.study.tune is not None:
         trials = plan_trials(path, plan, set=set)

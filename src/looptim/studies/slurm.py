@@ -26,6 +26,7 @@ def submit(
     *,
     scale: str | None = None,
     set: Iterable[str] = (),
+    only: Iterable[str] = (),
     runs: str | Path | None = None,
     jobs: int = 1,
     sbatch: Sequence[str] = (),
@@ -34,7 +35,7 @@ def submit(
 
     The second job is the same study without a launcher: it finds the runs, and trains what an array job did not end.
     """
-    plan, out, changes = load_plan(path, scale=scale, set=set), Path(out).resolve(), list(set)
+    plan, out, changes = load_plan(path, scale=scale, set=set, only=only), Path(out).resolve(), list(set)
     if plan.study.tune is not None:
         raise ValueError(
             f"{path} tunes before it compares, and an array knows its runs beforehand; run it without --launcher"
@@ -48,6 +49,7 @@ def submit(
     again = [sys.executable, "-m", "looptim", "study", str(path), "--out", str(out), "--runs", str(folder)]
     again += [] if scale is None else ["--scale", scale]
     again += [text for change in changes for text in ("--set", change)]
+    again += [text for pattern in only for text in ("--only", pattern)]
     ids = []
     if waiting:
         cells = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import hashlib
 import json
 import re
@@ -195,10 +196,32 @@ class Plan:
         return {**of, **held, **code, "variants": variants}
 
 
-def load_plan(path: str | Path, *, scale: str | None = None, set: Iterable[str] = ()) -> Plan:
+def load_plan(path: str | Path, *, scale: str | None = None, set: Iterable[str] = (), only: Iterable[str] = ()) -> Plan:
     """The grid of a study file; every variant is built, on the meta device, and its FLOPs are compared."""
     path = find_file("studies", path)
-    return make_plan(path, _scaled(path, _read(path), scale), set=set)
+    return make_plan(
+        path, narrowed(_scaled(path, _read(path), scale), [only] if isinstance(only, str) else only), set=set
+    )
+
+
+def narrowed(study: Study, only: Iterable[str]) -> Study:
+    """The study of the variants (of phi: the transitions) that match a pattern, and of what they are compared with."""
+    patterns = list(only)
+    if not patterns:
+        return study
+    names = study.variants if study.phi is None else study.phi.transitions
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(f"only {pattern!r} matches none of the study's; it has: {', '.join(names)}")
+    wanted = {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
+    if study.phi is not None:
+        looped = {name: each for name, each in study.phi.transitions.items() if name in wanted}
+        phi = study.phi.model_copy(update={"transitions": looped})
+        wanted, study = {member.name for member in phi.members()}, study.model_copy(update={"phi": phi})
+    wanted.add(study.reference)
+    while twins := {name for each in wanted if (name := study.variants[each].against) is not None} - wanted:
+        wanted |= twins
+    return study.model_copy(update={"variants": {name: v for name, v in study.variants.items() if name in wanted}})
 
 
 def _scaled(path: Path, study: Study, scale: str | None) -> Study:
