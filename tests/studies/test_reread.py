@@ -1,15 +1,17 @@
-"""Committed results read again: the page is what the command makes, and its numbers are a textbook's."""
+"""Committed results read again: pages are what the commands make, and their numbers are a textbook's."""
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
 from scipy import stats
 from support import REPO
 
+import looptim as lo
 from looptim.reporting.tables import Cell
-from looptim.studies.reread import main, reread
+from looptim.studies.reread import forest, main, reread
 
 RESULTS = REPO / "docs" / "results"
 
@@ -38,3 +40,39 @@ def test_a_study_is_read_by_the_two_way_model():
 def test_one_seed_or_one_variant_tells_nothing():
     assert reread(RESULTS / "sweep") is None
     assert reread(RESULTS / "unit_long") is None
+
+
+def test_the_figure_has_the_intervals_of_the_tables():
+    table = reread(RESULTS / "novels_long")
+    assert table is not None
+    axes = forest([RESULTS / "novels_long", RESULTS / "roadmap_long"]).figure.axes
+    # Roadmap's reference is OperLoop.
+    assert [each.get_title() for each in axes if each.get_visible()] == ["novels_long, 5.1 M tokens"]
+    for row, drawn in zip(table.rows, axes[0].containers, strict=True):
+        ((low, place), (high, _)) = drawn.lines[2][0].get_segments()[0]
+        assert axes[0].get_yticklabels()[int(place)].get_text() == row[0].split(" ")[0]
+        assert ((low + high) / 2, (high - low) / 2) == pytest.approx((row[3].value, row[3].error))
+
+
+@pytest.mark.parametrize(
+    ("folder", "study", "options"),
+    [
+        pytest.param("exits_deref", "exits_deref", {}, marks=pytest.mark.long),
+        pytest.param("deref_short", "deref", {"scale": "short", "only": "vanilla x[124]"}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_committed_archive_makes_the_committed_table(tmp_path, folder, study, options):
+    shutil.copytree(RESULTS / folder, tmp_path / folder)
+    (tmp_path / folder / "results.md").unlink()
+    lo.study(study, tmp_path / folder, jobs=0, progress=False, **options)
+    made, committed = ((place / folder / "results.md").read_text() for place in (tmp_path, RESULTS))
+    assert made == committed
+
+
+def test_the_page_of_results_says_which_runs_are_there():
+    archived = {file.parent.name for file in RESULTS.glob("*/runs.zip")}
+    page = (REPO / "docs" / "results.md").read_text()
+    (line,) = [part for part in page.split("\n\n") if part.startswith("**What can be made again.**")]
+    assert all(f"`{name}`" in line for name in archived), archived
+    others = {file.parent.name for file in RESULTS.glob("*/results.json")} - archived
+    assert not [name for name in others if f"`{name}`" in line] and f"the other {len(others)} " in line
