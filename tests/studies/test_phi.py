@@ -171,7 +171,11 @@ def test_a_study_becomes_points_a_fit_and_a_table(tmp_path):
 
 def test_runs_of_other_numerics_are_not_fitted_together():
     _, found = plan_and_runs([5.0] * 8)
+    same = Run("same", [], {}, {"env.json": '{"numerics": 1, "looptim": "1", "torch": "2"}'})
+    found[2] = dataclasses.replace(found[2], runs={0: same})
+    # Runs of before there was a number have the first.
+    _check_numerics(found)
     other = Run("other", [], {}, {"env.json": '{"looptim": "1", "torch": "3"}'})
     found[3] = dataclasses.replace(found[3], runs={0: other})
-    with pytest.raises(ValueError, match=r"runs of different numerics .* has looptim 1, torch 2; .* torch 3\); train"):
+    with pytest.raises(ValueError, match=r"runs of different numerics .* has numerics 1, looptim 1, torch 2; .* torch 3\); train"):
         _check_numerics(found)

@@ -76,7 +76,8 @@ def _check_numerics(found: Sequence[Outcome]) -> None:
     seen: dict[str, str] = {}
     for outcome in found:
         for seed, run in outcome.runs.items():
-            record = run.environment
+            # The first numerics were recorded in no run.
+            record = {"numerics": 1, **run.environment}
             kind = ", ".join(f"{key} {record[key]}" for key in ("numerics", "looptim", "torch") if key in record)
             seen.setdefault(kind, f"{outcome.variant}, seed {seed}")
     if len(seen) > 1:
