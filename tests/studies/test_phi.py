@@ -62,7 +62,7 @@ PUBLISHED_ORDER = {"truncated": 0.38, "plain": 0.46, "hyper-connections": 0.65}
 
 
 def simulated(noise, studies, *, draws=60):
-    """Made-up studies of the grid of `phi.toml`, one seed: which intervals hold the planted value, and their widths."""
+    """Made-up studies of the grid of `phi.toml`: which intervals hold the planted value, how wide, and in what order."""
     held, widths, ordered = [], [], []
     for seed in range(studies):
         points = planted(
@@ -79,6 +79,18 @@ def simulated(noise, studies, *, draws=60):
         widths.append([high - low for low, high in ends])
         ordered.append(sorted(fitted.phi, key=lambda name: fitted.phi[name]) == list(PUBLISHED_ORDER))
     return np.array(held), np.array(widths), np.array(ordered)
+
+
+@pytest.mark.slow
+def test_intervals_of_many_made_up_studies_hold_the_planted_exponents():
+    """With the noise of our studies, 0.4%: `pytest -s -m slow tests/studies/test_phi.py` prints what the page says."""
+    studies = 40
+    held, widths, ordered = simulated(0.004, studies)
+    print(f"{studies} studies: {held.mean():.3f} of the intervals hold, by transition {held.mean(0).round(3)};")
+    print(f"median widths {np.median(widths, 0).round(3)}; the order is right in {ordered.mean():.3f}")
+    # Intervals of one study are not independent.
+    assert held.mean() > 0.95 - 3 * np.sqrt(0.95 * 0.05 / studies)
+    assert ordered.mean() > 0.9 and np.median(widths) < 0.25
 
 
 def test_the_derivatives_are_those_of_the_law():
@@ -177,5 +189,7 @@ def test_runs_of_other_numerics_are_not_fitted_together():
     _check_numerics(found)
     other = Run("other", [], {}, {"env.json": '{"looptim": "1", "torch": "3"}'})
     found[3] = dataclasses.replace(found[3], runs={0: other})
-    with pytest.raises(ValueError, match=r"runs of different numerics .* has numerics 1, looptim 1, torch 2; .* torch 3\); train"):
+    with pytest.raises(
+        ValueError, match=r"runs of different numerics .* has numerics 1, looptim 1, torch 2; .* torch 3\); train"
+    ):
         _check_numerics(found)
