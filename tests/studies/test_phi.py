@@ -62,7 +62,7 @@ PUBLISHED_ORDER = {"truncated": 0.38, "plain": 0.46, "hyper-connections": 0.65}
 
 
 def simulated(noise, studies, *, draws=60):
-    """Made-up studies of the grid of `phi.toml`: which intervals hold the planted value, how wide, and in what order."""
+    """Made-up studies of the grid of `phi.toml`: which intervals hold the planted value, their widths, order."""
     held, widths, ordered = [], [], []
     for seed in range(studies):
         points = planted(
