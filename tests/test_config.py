@@ -204,3 +204,17 @@ def test_read_outs_are_after_loops_that_there_are():
             lo.load_config("nano-adaptive", set=[f"train.loops.{change}" for change in changes])
     # A random number of loops may be too small for what is asked; as many as there are must do.
     lo.load_config("nano-adaptive", set=["train.loops.readouts=6", "train.loops.scheme=huginn"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("optim.lr=inf", "lr: input should be a finite number, got inf"),
+        ("optim.weight_decay=nan", "weight_decay: input should be a finite number, got nan"),
+        (f"train.seed={10**23}", "seed: input should be less than 9223372036854775808, got 1"),
+        (f"train.data_seed={2**63}", "data_seed: input should be less than"),
+    ],
+)
+def test_numbers_that_no_training_can_use_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        lo.load_config("nano", set=[change])

@@ -169,6 +169,8 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
         record = json.loads((checkpoint / RECORD).read_text())
         if not isinstance(record, dict) or not record.keys() >= {"step", "data"}:
             raise ValueError("it has no step or no data")
+        if record["step"] != step_of(checkpoint):
+            raise ValueError(f"it was written after step {record['step']}")
     except ValueError as error:
         raise DamagedError(checkpoint, f"{RECORD}: {error}") from None
     return record

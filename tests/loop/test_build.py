@@ -112,6 +112,27 @@ def test_users_add_their_own_presets():
         del lo.PRESETS["mine"]
 
 
+@pytest.mark.parametrize(
+    ("preset", "message"),
+    [
+        (lambda width: None, "the preset mine must take a width and a number of steps: too many positional arguments"),
+        (
+            lambda width, steps, least: None,
+            "must take a width and a number of steps: missing a required argument: 'least'",
+        ),
+        (
+            lambda width, steps: lo.presets.vanilla(8, 5),
+            "asked for a width of 8 and 3 steps, and returned a loop of width 8 and 5 steps; it must build what it is",
+        ),
+        (lambda width, steps: lo.presets.vanilla(9, 3), "returned a loop of width 9 and 3 steps"),
+    ],
+)
+def test_a_preset_that_builds_something_else_is_refused(monkeypatch, preset, message):
+    monkeypatch.setitem(lo.PRESETS, "mine", preset)
+    with pytest.raises(ValueError, match=message):
+        lo.build("mine", width=8, steps=3)
+
+
 def test_register_names_a_loop_after_its_function():
     @lo.register
     def mine_too(width, steps):

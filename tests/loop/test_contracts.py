@@ -137,6 +137,14 @@ BOUND = 1e4
 """Of a gradient where a norm vanishes; it was 1e13, and fp16 ends at 6.5e4."""
 
 
+def test_a_step_that_leads_to_zero_shrinks_the_state():
+    """Where a full step is against the state itself, nothing is left that has a direction: this gradient was 3e6."""
+    loop, blocks = lo.build("operloop_hyperball", width=WIDTH, steps=STEPS, step="unit"), ZeroBlocks(0.0)
+    e = torch.randn(2, 6, WIDTH, requires_grad=True)
+    gradients = torch.autograd.grad(loop(e, blocks).sum(), [e, *loop.parameters(), blocks.W], allow_unused=True)
+    assert max(g.abs().max() for g in gradients if g is not None) < 1e5
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @every
 def test_gradients_are_bounded_where_a_norm_vanishes(case, dtype):

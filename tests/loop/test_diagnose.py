@@ -133,6 +133,66 @@ def test_a_wrong_sign_is_found_by_diagnose():
     assert "`grad` of Uphill is not the derivative of its `value`, it has the wrong sign" in str(verdict)
 
 
+class Uprule(lo.Rule):
+    def forward(self, Y, G, ctx, carry):
+        return Y + 0.1 * G, lo.Carry(0.1, 0.0, None)
+
+
+def loop_by(rule):
+    return lo.Loop(lo.Transition(Scaled(WIDTH), lo.objectives.Delta(), rule), width=WIDTH, steps=2, name="mine")
+
+
+def test_a_rule_that_goes_up_is_found():
+    loop = loop_by(Uprule(lo.controls.ConstantStep(), lo.controls.ConstantDecay()))
+    verdict = lo.diagnose(loop)
+    assert not verdict.aligned
+    assert str(verdict) == "mine: the rule Uprule adds the gradient, which has the wrong sign; correct it."
+    with pytest.raises(ValueError, match="is not the gradient step of its local objective: the rule Uprule adds"):
+        lo.check_gradient(loop)
+
+
+class Gives(lo.Step):
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def forward(self, ctx, previous):
+        return self.value
+
+
+class ReturnsTheState(lo.Rule):
+    def forward(self, Y, G, ctx, carry):
+        return Y - G
+
+
+class Number(lo.Projection):
+    def forward(self, ctx):
+        return lo.maps.Identity(), 1
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: loop_by(lo.rules.GradientDescent(Gives(None), lo.controls.ConstantDecay())),
+            "the step Gives gave None",
+        ),
+        (
+            lambda: loop_by(lo.rules.GradientDescent(Gives(torch.ones(3, 7)), lo.controls.ConstantDecay())),
+            r"the step Gives gave a tensor of shape \(3, 7\); it must fit the state \(2, 5, 1, 8\)",
+        ),
+        (
+            lambda: loop_by(ReturnsTheState(lo.controls.ConstantStep(), lo.controls.ConstantDecay())),
+            "the rule ReturnsTheState gave a Tensor; it must return the next state and a Carry",
+        ),
+        (lambda: user_loop(Number()), "the bias of the projection Number is a int, not a tensor or None"),
+    ],
+)
+def test_what_a_part_must_not_give_is_a_sentence(make, message):
+    with pytest.raises(ValueError, match=message):
+        lo.diagnose(make())
+
+
 def test_a_preset_that_returns_nothing_is_told_so(monkeypatch):
     monkeypatch.setitem(lo.PRESETS, "nothing", lambda width, steps: None)
     with pytest.raises(ValueError, match="what the preset nothing returns must be a looptim Loop, got NoneType"):

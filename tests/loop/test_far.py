@@ -67,23 +67,53 @@ class When(lo.Part):
         self.condition = condition
 
     def forward(self, e):
-        return lo.state.Copies(STREAMS)(next_token(e) if self.condition(self.training, *e.shape[:2]) else e)
+        return lo.state.Copies(STREAMS)(next_token(e) if self.condition(self.training, e) else e)
 
 
-@pytest.mark.parametrize(
-    ("condition", "where"),
-    [
-        (
-            lambda training, rows, tokens: not training and tokens > 64,
-            "64 sequences of 256 tokens, outside of training,",
-        ),
-        (lambda training, rows, tokens: training and rows == 1, "in a sequence of 256 tokens the start"),
-        (lambda training, rows, tokens: not training and rows == 1 and tokens > 64, "256 tokens, outside of training,"),
-    ],
-)
-def test_a_leak_is_found_that_is_there_in_one_shape_and_mode_only(condition, where):
+def graded():
+    return torch.is_grad_enabled()
+
+
+CONDITIONS = {
+    "64 sequences of 256 tokens outside of training,": lambda training, e: not training and e.shape[1] > 64,
+    "in a sequence of 256 tokens the start": lambda training, e: training and len(e) == 1,
+    "in a sequence of 256 tokens outside of training,": lambda training, e: (
+        not training and len(e) == 1 and e.shape[1] > 64
+    ),
+    "3 sequences of 1000 tokens": lambda training, e: 300 < e.shape[1] < 2000,
+    "100 sequences of 20 tokens": lambda training, e: len(e) == 100,
+    "24 sequences of 40 tokens the start": lambda training, e: 9 < e.shape[1] < 63 and len(e) < 64,
+    "after frozen layers,": lambda training, e: training and graded() and not e.requires_grad,
+    "in training mode without gradients,": lambda training, e: training and not graded(),
+    "outside of training, with gradients,": lambda training, e: not training and e.requires_grad,
+    "outside of training, with gradients, after frozen layers,": lambda training, e: (
+        not training and graded() and not e.requires_grad
+    ),
+    "40 tokens outside of training,": lambda training, e: (
+        not (training or graded() or torch.is_inference_mode_enabled()) and e.shape[1] > 8
+    ),
+    "under autocast,": lambda training, e: torch.is_autocast_enabled("cpu"),
+    "in bf16,": lambda training, e: e.dtype == torch.bfloat16,
+    "outside of training, in fp16,": lambda training, e: e.dtype == torch.float16,
+}
+
+
+@pytest.mark.parametrize("where", CONDITIONS)
+def test_a_leak_is_found_that_is_there_in_one_shape_or_way_only(where):
     with pytest.raises(ValueError, match=f"^mine sees later tokens: .*{where}"):
-        lo.check_causality(loop_with(start=When(condition)))
+        lo.check_causality(loop_with(start=When(CONDITIONS[where])))
+
+
+def test_a_leak_between_very_large_tokens_is_found():
+    with pytest.raises(ValueError, match=r"^mine sees later tokens"):
+        lo.check_causality(loop_with(start=Start(lambda e: e + (e.abs() > 3000).to(e.dtype) * next_token(e))))
+
+
+def test_a_part_may_have_a_longest_sequence():
+    table = torch.randn(300, WIDTH)
+    assert lo.check_causality(loop_with(start=Start(lambda e: e + table.to(e)[: e.shape[1]]))) < 1e-9
+    with pytest.raises(ValueError, match=r"^mine does not run on 2 sequences of 500 tokens \(The size of tensor"):
+        find_leak_at(loop_with(start=Start(lambda e: e + table.to(e)[: e.shape[1]])), 2, 500)
 
 
 class Late(lo.Direction):

@@ -1,9 +1,12 @@
 """What a part could remember is looked at wherever Python keeps it, and what it makes once is no memory."""
 
+import contextvars
 import functools
+import os
 import random
 import sys
 
+import numpy
 import pytest
 import torch
 from leaking import STREAMS, WIDTH, Start, loop_with, next_token
@@ -68,6 +71,29 @@ class Hidden:
         return self.modules[0].weight
 
 
+def count_in_the_environment():
+    os.environ["CALLS"] = str(int(os.environ.get("CALLS", "0")) + 1)
+    return int(os.environ["CALLS"])
+
+
+def count_in_a_class_of_looptim():
+    lo.Part.calls = getattr(lo.Part, "calls", 0) + 1
+    return lo.Part.calls
+
+
+CONTEXT, BYTES = contextvars.ContextVar("calls", default=0), memoryview(bytearray(8))
+
+
+def count_in_a_context():
+    CONTEXT.set(CONTEXT.get() + 1)
+    return CONTEXT.get()
+
+
+def count_in_bytes():
+    BYTES[0] = (BYTES[0] + 1) % 256
+    return MANY * (BYTES[0] == 255) * BYTES[1]
+
+
 NUMBERS, DRAWN, NUMBER = iter(range(2 * MANY)), random.Random(0), torch.Generator()
 COUNTERS = {
     "default": count_by_a_default,
@@ -80,15 +106,48 @@ COUNTERS = {
     "iterator": lambda: next(NUMBERS),
     "generator": lambda made=(n for n in range(2 * MANY)): next(made),
     "Python's random numbers": lambda: DRAWN.random() < 1e-5 and MANY + 1,
+    "environment": count_in_the_environment,
+    "class of looptim": count_in_a_class_of_looptim,
+    "context": count_in_a_context,
+    "bytes": count_in_bytes,
+    "everybody's random numbers": lambda: random.random() < 1e-6 and MANY + 1,
+    "numpy's random numbers": lambda: numpy.random.rand() < 1e-6 and MANY + 1,
     "torch's random numbers": lambda: torch.rand((), generator=NUMBER) < 1e-7 and MANY + 1,
 }
 
 
 @pytest.mark.parametrize("counter", COUNTERS)
-def test_a_part_that_counts_its_calls_is_found(counter):
+def test_a_part_that_counts_its_calls_is_found(counter, monkeypatch):
+    monkeypatch.setenv("CALLS", "0")
+    monkeypatch.setattr(lo.Part, "calls", 0, raising=False)
     calls = COUNTERS[counter]
     with pytest.raises(ValueError, match=r"^mine is not a function of its input: .*which remembers earlier calls"):
         lo.check_causality(loop_with(start=Start(lambda e: next_token(e) if calls() > MANY else e)))
+
+
+class Named(lo.Part):
+    """Has an attribute with the name of what its functions use."""
+
+    def __init__(self, other=None):
+        super().__init__()
+        self.other, self.box = other, (0,)
+        box = [0]
+
+        def number(given):
+            box[0] += 1
+            return next_token(given) if box[0] > MANY else given
+
+        self.counted = number
+        box = self.box if other is None else box
+
+    def forward(self, e):
+        return lo.state.Copies(STREAMS)(self.counted(e))
+
+
+def test_things_of_one_name_are_told_apart():
+    """One part of a class remembers and is not the last; its list has the name of an attribute, which never changes."""
+    with pytest.raises(ValueError, match=r"^mine is not a function of its input: Named\.box, which remembers"):
+        lo.check_causality(loop_with(start=Named(Named())))
 
 
 class ByMethod(lo.Part):
@@ -128,7 +187,18 @@ class Opened(lo.Part):
         return lo.state.Copies(STREAMS)(next_token(e) if self.passed else e)
 
 
-@pytest.mark.parametrize("part", [ByMethod, Reversed, Opened])
+class Accumulated(lo.Part):
+    """Sees the future while a gradient waits for an update."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(()))
+
+    def forward(self, e):
+        return lo.state.Copies(STREAMS)(self.a * (e if self.a.grad is None else next_token(e)))
+
+
+@pytest.mark.parametrize("part", [ByMethod, Reversed, Opened, Accumulated])
 def test_methods_and_the_backward_pass_are_looked_at(part):
     with pytest.raises(ValueError, match=r"^mine is not a function of its input"):
         lo.check_causality(loop_with(start=part()))

@@ -119,6 +119,14 @@ def test_the_checkpoint_before_a_damaged_one_is_used_after_saying_so(trained, co
     assert not capsys.readouterr().err
 
 
+def test_a_checkpoint_in_the_place_of_another_is_noticed(copy):
+    shutil.rmtree(RunDir(copy).checkpoint(12))
+    shutil.copytree(RunDir(copy).checkpoint(9), RunDir(copy).checkpoint(12))
+    model, _ = build()
+    with pytest.raises(DamagedError, match=r"step_000012 is damaged \(checkpoint.json: it was written after step 9\)"):
+        checkpoint.load(RunDir(copy).checkpoint(12), model, None, ALONE)
+
+
 def test_where_all_are_damaged_it_is_one_sentence(copy):
     for path in RunDir(copy).checkpoints():
         (path / "optimizer-00000.safetensors").unlink()

@@ -92,11 +92,10 @@ def deep_only(width, steps):
 @pytest.mark.parametrize(
     ("when", "settings"),
     [
-        (lambda ctx: torch.is_autocast_enabled("cpu"), {"dtype": "bf16"}),
         (lambda ctx: ctx.e.shape[1] == 48, {"seq_len": 48}),
-        (lambda ctx: len(ctx.e) == 3, {"batch_size": 6, "micro_batch": 3}),
+        (lambda ctx: len(ctx.e) == 5, {"batch_size": 10, "micro_batch": 5}),
     ],
-    ids=["precision", "length", "batch"],
+    ids=["length", "batch"],
 )
 def test_a_leak_of_a_training_as_it_is_set_is_found(monkeypatch, when, settings):
     monkeypatch.setitem(lo.PRESETS, "peek", lambda w, s: loop_of(w, s, projection=Peek(when)))
@@ -104,6 +103,21 @@ def test_a_leak_of_a_training_as_it_is_set_is_found(monkeypatch, when, settings)
     check_transition(config(model=given))
     with pytest.raises(ValueError, match=r"^mine sees later tokens"):
         check_transition(config(model=given, **settings))
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        lambda ctx: len(ctx.e) == 1 and ctx.e.shape[1] == 48,
+        lambda ctx: torch.is_grad_enabled() and not ctx.e.requires_grad and ctx.e.shape[1] > 7,
+        lambda ctx: ctx.e.dtype == torch.bfloat16,
+    ],
+    ids=["alone", "after frozen layers", "in bf16"],
+)
+def test_a_leak_that_only_an_evaluation_would_show_is_found(monkeypatch, when):
+    monkeypatch.setitem(lo.PRESETS, "peek", lambda w, s: loop_of(w, s, projection=Peek(when)))
+    with pytest.raises(ValueError, match=r"^mine sees later tokens"):
+        check_transition(config(model={"loop": {"preset": "peek"}, "max_length": 64}, seq_len=48))
 
 
 def test_a_leak_of_a_wide_loop_in_a_long_sequence_is_found(monkeypatch):

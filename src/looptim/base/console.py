@@ -92,11 +92,16 @@ def clean(text: str) -> str:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that memory ran out. On a CPU torch raises a plain RuntimeError for that.
 
+    Sizes that no number of torch holds are more than there is, too.
+
     >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes differ"))
     (True, False)
+    >>> is_out_of_memory(RuntimeError("Storage size calculation overflowed with sizes=[99999999999, 3199999999968]"))
+    True
     """
     said = f"{type(error).__name__}: {error}"
-    return any(word in said for word in ("MemoryError", "DefaultCPUAllocator", "out of memory"))
+    words = ("MemoryError", "DefaultCPUAllocator", "out of memory", "size calculation overflow", "Overflow when")
+    return any(word in said for word in words)
 
 
 def duration(seconds: float) -> str:

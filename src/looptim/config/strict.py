@@ -12,7 +12,7 @@ from ..base.choices import nearest
 class Strict(BaseModel):
     """A frozen config that forbids unknown keys and words its errors in one line."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     recipe_keys: ClassVar[tuple[str, ...]] = ()
     """More keys that a recipe may have at this place; they are resolved before the config is built."""
 

@@ -42,8 +42,8 @@ class TrainConfig(Strict):
     """How a model is trained."""
 
     steps: int = Field(1000, ge=1, description="Number of updates.")
-    seed: int = Field(0, ge=0, description="Random seed of weights, data order and everything else.")
-    data_seed: int | None = Field(None, ge=0, description="Random seed of the data order. Default: `seed`.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Random seed of weights, data order and everything else.")
+    data_seed: int | None = Field(None, ge=0, lt=2**63, description="Random seed of the data order. Default: `seed`.")
     seq_len: int = Field(4096, ge=1, description="Tokens per sequence.")
     batch_size: int = Field(1024, ge=1, description="Sequences per update, over all processes.")
     micro_batch: int | None = Field(

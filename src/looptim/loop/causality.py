@@ -160,6 +160,7 @@ class _Probe:
             yield LATER, *self.change(_mix(before, self.given, other), before)
         self._go_back()
         yield AGAIN, *self.change(self.given, everywhere)
+        self.module.zero_grad()
         yield AGAIN, *find_memory(state, state_of(self.module))
         for seed in range(1, SEEDS) if self.draws else ():
             yield LATER, *self.change(_mix(before, self.given, self.others[seed % 3]), before, seed=seed)
@@ -174,11 +175,10 @@ class _Probe:
         yield from self._leave_out()
 
     def _go_back(self) -> None:
-        """A backward pass, since a part may remember its gradients; whether it has any is asked elsewhere."""
+        """A backward pass, since a part may look at its gradients; whether it has any is asked elsewhere."""
         if self.output.requires_grad:
             with suppress(RuntimeError), torch.random.fork_rng(devices=[]):
                 self.output.sum().backward()
-            self.module.zero_grad()
 
     def _leave_out(self) -> Iterator[tuple[str, str | None, float]]:
         if self.module.training:

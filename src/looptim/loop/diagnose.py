@@ -51,7 +51,7 @@ class Diagnosis:
         if self.leak is not None:
             return f"{self.leak}; training would refuse it; fix that part."
         if self.derivative is not None:
-            return f"{self.name}: {self.derivative}; correct one of the two."
+            return f"{self.name}: {self.derivative}; correct it."
         if self.adjoint_error > TOLERANCE:
             return (
                 f"{self.name}: the `write` of a map is not the adjoint of its `read`: the dot-product test is off by "
@@ -97,7 +97,7 @@ def diagnose_maps(loop: Loop) -> Diagnosis:
     hidden = own.gap <= TOLERANCE < general.gap
     shown = general if hidden else own
     adjoint_error = max(own.adjoint_error, general.adjoint_error)
-    derivative = own.derivative or general.derivative
+    derivative = own.derivative or general.derivative or _climbing(float64_copy(loop))
     transition = loop.schedule()[shown.worst_step]
     return Diagnosis(
         name=loop.name,
@@ -174,6 +174,9 @@ def check_gradient(loop: Loop, *, allow_mismatch: bool = False) -> float:
     require("loop", loop, Loop)
     worst = 0.0
     twins = (float64_copy(loop), changed_copy(loop))
+    climbing = _climbing(float64_copy(loop))
+    if climbing is not None:
+        raise ValueError(f"a step of {loop.name} is not the gradient step of its local objective: {climbing}")
     for transition, carry, record in itertools.chain.from_iterable(run(twin) for twin in twins if twin is not None):
         wrong = _wrong_derivative(transition, record)
         if wrong is not None:
@@ -201,6 +204,19 @@ def _wrong_derivative(transition: Transition, record: Record) -> str | None:
         return None
     wrong = f"`grad` of {type(transition.objective).__name__} is not the derivative of its `value`, it "
     return wrong + ("has the wrong sign" if _relative(-record.g, expected) <= TOLERANCE else f"is off by {error:.2g}")
+
+
+def _climbing(loop: Loop) -> str | None:
+    """Which rule leads the state up the gradient, at the loop's own parameters."""
+    for transition, carry, record in run(loop):
+        G, ends = record.x.write(record.g), []
+        for gradient in (G, -G):
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.default_generator.manual_seed(0)
+                ends.append(transition.rule(record.ctx.Y, gradient, record.ctx, carry)[0])
+        if ((ends[0] - ends[1]) * G).sum() > 1e-6 * (ends[0].norm() + ends[1].norm()) * G.norm():
+            return f"the rule {type(transition.rule).__name__} adds the gradient, which has the wrong sign"
+    return None
 
 
 def _relative(got: Tensor, expected: Tensor) -> float:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import inspect
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,27 +16,37 @@ from torch import Tensor, nn
 from ..base.source import OURS, is_loose, scope_of
 
 
-def state_of(module: nn.Module) -> dict[str, Any]:
+def state_of(module: nn.Module) -> dict[tuple[str, ...], Any]:
     """A copy of what a module's parts, their classes and hooks, and the functions that these use, hold."""
-    found: dict[str, Any] = {}
-    for part in module.modules():
+    found: dict[tuple[str, ...], Any] = {}
+    copies: dict[int, Any] = {}
+
+    def copy_of(value: Any) -> Any:
+        # Functions of a module share what they use.
+        if id(value) not in copies:
+            copies[id(value)] = _frozen(value)
+        return copies[id(value)]
+
+    for path, part in module.named_modules():
         kind = type(part)
         theirs = [cls for cls in kind.__mro__ if not _is_of_library(cls)]
-        owned = _attributes_of(part)
+        owned = {k: v for cls in kind.__mro__ for k, v in vars(cls).items() if isinstance(v, int | float | Tensor)}
         for cls in reversed(theirs):
-            owned = {k: v for k, v in vars(cls).items() if k[:2] != "__"} | owned
+            owned |= {k: v for k, v in vars(cls).items() if k[:2] != "__"}
+        owned |= _attributes_of(part)
         hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
         used = [hook for each in hooks for hook in each.values()]
-        owned = _named_by([*used, *owned.values(), *([kind.forward] if theirs else [])]) | owned
-        found |= {f"{kind.__name__}.{key}": _frozen(value) for key, value in owned.items()}
+        found |= {(path, f"{kind.__name__}.{key}"): copy_of(value) for key, value in owned.items()}
+        for place, named in enumerate(_named_by([*used, *owned.values(), *([kind.forward] if theirs else [])])):
+            found |= {(path, str(place), f"{kind.__name__}.{key}"): copy_of(value) for key, value in named.items()}
     return found
 
 
-def find_memory(before: dict[str, Any], after: dict[str, Any]) -> tuple[str | None, float]:
+def find_memory(before: dict[tuple[str, ...], Any], after: dict[tuple[str, ...], Any]) -> tuple[str | None, float]:
     """The name of something that a forward or backward pass has changed."""
     for name in before.keys() | after.keys():
         if not _is_same(before.get(name), after.get(name)):
-            return f"{name}, which remembers earlier calls,", float("inf")
+            return f"{name[-1]}, which remembers earlier calls,", float("inf")
     return None, 0.0
 
 
@@ -46,16 +57,14 @@ def _attributes_of(part: nn.Module) -> dict[str, Any]:
     return {k: v for k, v in vars(part).items() if k not in TORCHS_OWN} | part._buffers | part._parameters
 
 
-def _named_by(made: Iterable[Any]) -> dict[str, Any]:
-    """What functions use from outside, have as defaults or attributes, and so on for the functions among that."""
-    found: dict[str, Any] = {}
+def _named_by(made: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """What each function uses from outside, has as defaults or attributes, and so on for the functions among that."""
     functions = list(dict.fromkeys(f for each in made for f in _functions_of(each)))
     for function in functions:
         held = {"defaults": function.__defaults__, "options": function.__kwdefaults__, "attributes": vars(function)}
         scope = scope_of(function) | {f"{function.__name__}'s {k}": v for k, v in held.items() if v}
-        found |= scope
+        yield scope
         functions += [f for each in scope.values() for f in _functions_of(each) if f not in functions]
-    return found
 
 
 def _functions_of(value: Any) -> Iterator[types.FunctionType]:
@@ -106,6 +115,10 @@ def _inside(value: Any) -> Any:
         return value.gi_frame and [value.gi_frame.f_lasti, value.gi_frame.f_locals]
     if isinstance(value, torch.Generator):
         return value.get_state()
+    if isinstance(value, contextvars.ContextVar):
+        return value.get(None)
+    if isinstance(value, memoryview):
+        return value.tobytes()
     if isinstance(value, functools._lru_cache_wrapper):
         # Hits are counted for parts that compute a table once, too.
         return value.cache_info().misses
@@ -117,8 +130,19 @@ def _inside(value: Any) -> Any:
     return made if isinstance(made, str) else list(made[1:3])
 
 
+REMEMBERED: dict[str, Callable[[Any], Any]] = {
+    "os": lambda os: dict(os.environ),
+    "random": lambda random: random.getstate(),
+    "numpy": lambda numpy: numpy.random.get_state(),
+    "numpy.random": lambda random: random.get_state(),
+}
+"""Libraries that remember something for everybody."""
+
+
 def _variables_of(module: types.ModuleType) -> dict[str, Any]:
-    """The variables of a module: of a user's all that are data, of a library's the numbers."""
+    """The variables of a module: of a user's all that are data, of a library's the numbers, and what it remembers."""
+    if module.__name__ in REMEMBERED:
+        return {"state": REMEMBERED[module.__name__](module)}
     top = module.__name__.partition(".")[0]
     if top in ("torch", OURS):
         return {}

@@ -111,8 +111,18 @@ def build(name: str, *, width: int, steps: int, **options: Any) -> Loop:
 def build_named(name: str, *, width: int, steps: int, **options: Any) -> Loop:
     """`build` for a name that may come from a file: code it names runs only if the caller has allowed it."""
     check_options(name, options, width=width, steps=steps)
-    loop = preset_of(name)(width, steps, **options)
+    preset = preset_of(name)
+    try:
+        signature_of(preset).bind(width, steps, **options)
+    except TypeError as error:
+        raise ValueError(f"the preset {name} must take a width and a number of steps: {error}") from None
+    loop = preset(width, steps, **options)
     require(f"what the preset {name} returns", loop, Loop)
+    if (loop.width, loop.steps) != (width, steps):
+        raise ValueError(
+            f"the preset {name} was asked for a width of {width} and {steps} steps, and returned a loop of width "
+            f"{loop.width} and {loop.steps} steps; it must build what it is asked for"
+        )
     return loop
 
 

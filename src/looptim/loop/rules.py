@@ -69,9 +69,15 @@ class Retraction(Part):
         """The next state, for the direction `D`."""
 
 
+NEAR = 1 / 16
+"""How near to zero, as a share of its norm, a step may lead before the state is no longer put back on its sphere."""
+
+
 @final
 class Sphere(Retraction):
     """`Y' = |Y| V / |V|`, `V = (I - eta Lam) Y - eta |Y| D / |D|`: the state keeps its norm (after Wen et al., 2026).
+
+    The divisor of `V` is at least `NEAR |Y|`.
 
     >>> import torch
     >>> Y = torch.tensor([[[[3.0, 4.0]]]])
@@ -84,7 +90,9 @@ class Sphere(Retraction):
     def forward(self, Y: Tensor, D: Tensor, eta: float | Tensor, lam: Any) -> Tensor:
         D, radius = wide(D), frobenius_norm(wide(Y))
         V = keep(wide(Y), eta, lam) - eta * radius * D / floored_norm(D, dim=(-2, -1))
-        return (radius * V / floored_norm(V, dim=(-2, -1))).to(Y.dtype)
+        # A full step against the state itself leaves nothing that has a direction; then the state shrinks.
+        size = torch.maximum(floored_norm(V, dim=(-2, -1)), NEAR * radius)
+        return (radius * V / size).to(Y.dtype)
 
 
 def keep(Y: Tensor, eta: float | Tensor, lam: float | Tensor | StreamMatrix) -> Tensor:
@@ -142,7 +150,10 @@ class Descent(Rule):
         return super().init(Y)._replace(memory=memory)
 
     def forward(self, Y: Tensor, G: Tensor, ctx: Context, carry: Carry) -> tuple[Tensor, Carry]:
-        return self.move(Y, G, self.step(ctx, carry.eta), self.decay(ctx), carry)
+        eta, lam = self.step(ctx, carry.eta), self.decay(ctx)
+        check_factor(eta, Y, f"the step {type(self.step).__name__}")
+        check_factor(lam, Y, f"the decay {type(self.decay).__name__}")
+        return self.move(Y, G, eta, lam, carry)
 
     def move(self, Y: Tensor, G: Tensor, eta: float | Tensor, lam: Any, carry: Carry) -> tuple[Tensor, Carry]:
         """The next state and the next carry, given a step size and a decay."""
@@ -152,6 +163,15 @@ class Descent(Rule):
             memory.append(remembered)
         Y_next = (descend if self.retract is None else self.retract)(Y, D, eta, lam)
         return Y_next, Carry(eta, lam, tuple(memory) or None)
+
+
+def check_factor(value: Any, Y: Tensor, what: str) -> None:
+    """Check that a state can be multiplied by what a step or a decay gave."""
+    if value is None:
+        raise ValueError(f"{what} gave None; it must give a number, or a tensor that multiplies the state (B, T, r, d)")
+    sizes = zip(reversed(value.shape), reversed(Y.shape), strict=False) if isinstance(value, Tensor) else ()
+    if any(size not in (1, wanted) for size, wanted in sizes):
+        raise ValueError(f"{what} gave a tensor of shape {tuple(value.shape)}; it must fit the state {tuple(Y.shape)}")
 
 
 def memory_for(rule: Rule, Y: Tensor, carry: Carry) -> Any:

@@ -145,7 +145,7 @@ class Transition(nn.Module):
         x = H if self.write is None else self.write(ctx)
         G = x.write(g)
         check_same_shape(G, ctx.Y, f"the write map {type(x).__name__}", "the state")
-        Y_next, carry = self.rule(ctx.Y, G, ctx, carry)
+        Y_next, carry = check_moved(self.rule, self.rule(ctx.Y, G, ctx, carry), ctx.Y)
         return Record(ctx, H, x, b, o, t, g, Y_next, carry)
 
     def run(
@@ -197,7 +197,12 @@ class Transition(nn.Module):
 def check_projection(projection: Projection, given: Any, e: Tensor) -> tuple[Map, Tensor | None]:
     """Check that a projection returned a map, and a bias that can be added to what the map reads."""
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Map):
-        if isinstance(given[1], Tensor) and (given[1].dim() > 3 or given[1].shape[-1:] != e.shape[-1:]):
+        if given[1] is not None and not isinstance(given[1], Tensor):
+            kind = type(given[1]).__name__
+            raise ValueError(
+                f"the bias of the projection {type(projection).__name__} is a {kind}, not a tensor or None"
+            )
+        if given[1] is not None and (given[1].dim() > 3 or given[1].shape[-1:] != e.shape[-1:]):
             check_same_shape(given[1], e, f"the bias of the projection {type(projection).__name__}", "the loop's input")
         return given
     inside = f" of {', '.join(type(each).__name__ for each in given)}" if isinstance(given, tuple) else ""
@@ -205,3 +210,12 @@ def check_projection(projection: Projection, given: Any, e: Tensor) -> tuple[Map
         f"the projection {type(projection).__name__} gave a {type(given).__name__}{inside}; its forward must return "
         "the map `H` and the bias `b`, as in `return looptim.maps.Identity(), ctx.e`, with None for no bias"
     )
+
+
+def check_moved(rule: Rule, given: Any, Y: Tensor) -> tuple[Tensor, Carry]:
+    """Check that a rule returned the next state and what it carries."""
+    name = type(rule).__name__
+    if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Carry)):
+        raise ValueError(f"the rule {name} gave a {type(given).__name__}; it must return the next state and a Carry")
+    check_same_shape(given[0], Y, f"the rule {name}", "the state")
+    return given

@@ -14,7 +14,7 @@ import torch
 from ..config import Config, ModelConfig
 from ..loop import Loop, check_causality, check_gradient, mixes_tokens
 from ..loop.causality import find_small_leak
-from ..loop.far import DEEPER, ELEMENTS, MANY, find_leak_at
+from ..loop.far import ELEMENTS, GENERATION, TRAINING, find_far_leak, find_leak_at
 from ..loop.probe import on_cpu
 from ..loop.registry import NUMERICS, code_of
 from ..model.build import build_loop
@@ -22,6 +22,8 @@ from ..rundir import RunDir
 
 SMALL = 512
 """The width of the copy that gets all checks; a wider loop is run only once more, in the shape of its training."""
+TINY = 32
+"""The width of the copy that is run in shapes and ways which are not those of its training."""
 
 
 def check_transition(config: Config) -> None:
@@ -96,16 +98,17 @@ def code_change(model: ModelConfig, record: Mapping[str, Any], path: Path) -> st
 
 
 def _find_far(config: Config, steps: int) -> str | None:
-    """What a loop wrongly sees in the shape, the precision and the depth of its training."""
+    """What a loop wrongly sees in the shape, the precision and the depth of its training, and elsewhere."""
     model, settings = config.model, config.train
     shape = (settings.micro_batch or settings.batch_size, settings.seq_len)
     # A narrow copy affords all tokens of a long sequence; the loop at its full width gets some of them.
     narrow = small_copy(model.width, lambda width: _build(model, width, steps), ELEMENTS // (8 * settings.seq_len))
     # Loops with parameters of their own cannot be sampled, which is refused elsewhere.
     deeper = math.ceil(2 * settings.loops.mean) if narrow.shared and settings.loops.scheme != "fixed" else 0
-    how = {"bf16": settings.dtype == "bf16", "steps": max(steps, deeper)}
-    many = DEEPER * steps if narrow.shared else steps
-    found = find_leak_at(narrow, *shape, **how) or find_leak_at(narrow, *MANY, steps=many)
+    ways = tuple(way._replace(autocast=settings.dtype == "bf16") for way in (TRAINING, GENERATION))
+    how: dict[str, Any] = {"ways": ways, "steps": max(steps, deeper)}
+    found = find_leak_at(narrow, *shape, **how) or find_leak_at(narrow, 1, settings.seq_len, **how)
+    found = found or find_far_leak(small_copy(model.width, lambda width: _build(model, width, steps), TINY))
     if found is not None or narrow.width == model.width:
         return found
     with torch.random.fork_rng(devices=[]), on_cpu():
