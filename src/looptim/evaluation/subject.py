@@ -44,10 +44,9 @@ class Subject(NamedTuple):
 def open_subject(path: Path, loops: int | None, depth: Depth | None = None) -> Subject:
     """The model of a run or of a folder, at this depth."""
     model, tokenizer = open_model(path)
-    model.to(device())
     if not isinstance(model, LoopedLM):
         return _decoder(path, model, tokenizer, loops, depth)
-    wrapped = wrap(model, loops=loops)
+    wrapped = wrap(model.to(device()), loops=loops)
     if depth is not None:
         wrapped.set_depth(depth)
     wrapped.generation_config.eos_token_id = tokenizer.eos
@@ -74,10 +73,12 @@ def open_subject(path: Path, loops: int | None, depth: Depth | None = None) -> S
 
 def _decoder(path: Path, model: Any, tokenizer: Tokenizer, loops: int | None, depth: Depth | None) -> Subject:
     """A decoder of transformers, which stays at this depth."""
-    if loops is not None or depth is not None:
+    wanted = depth if loops is None else Fixed(loops)
+    if wanted is not None:
         if not hasattr(model, "unrolled"):
             raise ValueError(f"{type(model).__name__} has no loops; leave loops and depth out")
-        model.set_depth(depth or Fixed(loops))
+        model.set_depth(wanted)
+    model.to(device())
     config, cost = model.config, count(model)
     loop = getattr(config, "loop", {"preset": "none", "options": {}})
     segments = getattr(config, "segments", [])
