@@ -14,6 +14,7 @@ from transformers.utils.generic import can_return_tuple
 from ..loop import Loop, mixes_tokens
 from ..loop.depth import Depth, Fixed, PerSequence, PerToken
 from ..model import AttentionKind, Head, Layout, LoopedBody, LoopedLM, auxiliary_loss
+from ..model.alone import lay_together
 from .config import LoopedConfig
 from .outputs import LoopedCausalLMOutput, LoopedModelOutput
 from .pretrained import LoopedPreTrainedModel
@@ -271,6 +272,11 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
             attentions=seen.attentions,
             depth=seen.depth,
         )
+
+    def generate(self, *args: Any, **options: Any) -> Any:
+        """As `generate` of transformers, with the weights laid where a single token is fastest."""
+        lay_together(self)
+        return super().generate(*args, **options)
 
     def create_masks_for_generate(
         self, *, inputs_embeds: Tensor, attention_mask: Any, past_key_values: Cache | None, **others: Any

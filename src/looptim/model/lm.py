@@ -14,6 +14,7 @@ from ..config import ModelConfig
 from ..loop import Depth, Loop
 from ..loop.depth import Fixed
 from ..loop.loop import LoopState
+from .alone import is_alone, knows, run_block
 from .attention import Attend
 from .block import Block
 from .build import build_block, build_loop, derive, draw_seed, seeded
@@ -166,7 +167,8 @@ class LoopedBody(nn.Module):
             self.check_documents()
         layout = Layout.of(self._with_depth(depth, len(h)))
         through_coda = depth is not None and depth.through_coda
-        visits, readings = make_visits(layout, h, positions, attend, documents, through_coda=through_coda)
+        turn = self.config.head_dim if is_alone(h) else None
+        visits, readings = make_visits(layout, h, positions, attend, documents, through_coda=through_coda, turn=turn)
         told: list[tuple[int, MoEStats]] = []
         depths: list[Tensor] = []
         early: list[Tensor] = []
@@ -248,8 +250,11 @@ class LoopedBody(nn.Module):
         for visit in visits:
             block = cast(Block, self.blocks[visit.block])
             slot, rope, live = (visit.attend, visit.rope, None) if held is None else held.enter(visit)
-            arguments = (h, slot, rope, visit.number, told is not None, live)
-            h, seen = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
+            if visit.turn is not None and told is None and live is None and knows(block, h.dtype):
+                h, seen = run_block(block, h, slot, visit.turn, int(visit.number)), None
+            else:
+                arguments = (h, slot, rope, visit.number, told is not None, live)
+                h, seen = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
             # A visit is counted and observed here, outside the recomputed function, so that it counts once.
             if seen is not None and told is not None:
                 told.append((visit.block, seen))

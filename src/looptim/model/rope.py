@@ -74,6 +74,20 @@ def rotate_by_formula(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([*turned, rest], dim=-1).to(x.dtype)
 
 
+def rotation_matrix(cos: Float[Tensor, "1 half"], sin: Float[Tensor, "1 half"], dim: int) -> Float[Tensor, "dim dim"]:
+    """The rotation of one position as a matrix `M`: `apply_rope(x) = x M`, one call where there is little to compute.
+
+    >>> x, table = torch.randn(1, 2, 1, 8), rope_table(torch.tensor([5]), 4, 1e4)
+    >>> torch.allclose(apply_rope(x, *table), x @ rotation_matrix(*table, 8), atol=1e-6)
+    True
+    """
+    half = cos.shape[-1]
+    matrix = torch.cat([cos.flatten(), cos.flatten(), cos.new_ones(dim - 2 * half)]).diag()
+    matrix.diagonal(half)[:half].copy_(sin.flatten())
+    matrix.diagonal(-half)[:half].copy_(sin.flatten()).neg_()
+    return matrix
+
+
 class Rotation(torch.autograd.Function):
     """The same rotation for eager mode, without concatenation; its backward pass is the rotation by -angle."""
 

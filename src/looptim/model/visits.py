@@ -13,7 +13,7 @@ from ..loop.walk import Walk
 from .attention import Attend, causal_attention, document_starts
 from .layout import Layout
 from .moe import MoEStats
-from .rope import rope_table
+from .rope import rope_table, rotation_matrix
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -27,6 +27,8 @@ class Visit(NamedTuple):
     rope: tuple[Tensor, Tensor]
     number: Tensor
     """How often the block was visited before."""
+    turn: Tensor | None = None
+    """The rotations as a matrix, for a token that is alone."""
 
 
 @final
@@ -128,8 +130,12 @@ def make_visits(
     documents: Int[Tensor, "B T"] | None,
     *,
     through_coda: bool = False,
+    turn: int | None = None,
 ) -> tuple[list[list[list[Visit]]], list[Visit]]:
-    """Every unrolled layer, with all its block is called with: by segment and step, and then those of `readings`."""
+    """Every unrolled layer, with all its block is called with: by segment and step, and then those of `readings`.
+
+    For heads of the width `turn`, rotations are given as matrices too, of the one position there is.
+    """
     starts = None if documents is None else document_starts(documents)
     if positions is None:
         positions = torch.arange(h.shape[1], device=h.device)
@@ -138,6 +144,7 @@ def make_visits(
     layers = [*layout.layers, *layout.readings(through_coda)]
     kinds = dict.fromkeys(layer.attention for layer in layers)
     rope = {kind: rope_table(positions, kind.rotary_width, kind.theta, dtype=dtype) for kind in kinds}
+    turns = {} if turn is None else {kind: rotation_matrix(*table, turn) for kind, table in rope.items()}
     if attend is None:
         slots = {kind: partial(causal_attention, window=kind.window, starts=starts) for kind in kinds}
         attend = [slots[layer.attention] for layer in layers]
@@ -146,7 +153,7 @@ def make_visits(
     numbers = torch.arange(1 + max(layer.visit for layer in layers), device=h.device).unbind()
     visits = iter(
         [
-            Visit(layer.block, slot, rope[layer.attention], numbers[layer.visit])
+            Visit(layer.block, slot, rope[layer.attention], numbers[layer.visit], turns.get(layer.attention))
             for layer, slot in zip(layers, attend, strict=True)
         ]
     )
