@@ -18,6 +18,7 @@ from ..base.choices import choose
 from ..config import Config, ModelConfig
 from ..loop import build
 from ..model import Layout, LoopedLM
+from ..model.alone import lay_together
 from ..model.count import count
 from ..recipe import load_config
 from ..training.bench import bench, quartiles, rounds
@@ -239,6 +240,7 @@ class _Operations(TorchDispatchMode):
 @torch.no_grad()
 def count_operations(model: LoopedForCausalLM, prompt: Tensor) -> int:
     """The operations of one decode step, views left out."""
+    lay_together(model)
     cache = model(prompt, use_cache=True).past_key_values
     with _Operations() as seen:
         model(prompt[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..base.numerics import autocast_dtype, few_without_grad, is_plain, unit_rms_of_few
 from .attention import Attend, Attention
-from .block import Block
+from .block import Block, attend_half, feed_half
 from .moe import Experts, MoE, Router, SwiGLU, row_of
 from .norm import RMSNorm
 
@@ -42,6 +42,8 @@ def knows(module: nn.Module, dtype: torch.dtype) -> bool:
     if type(module) not in KNOWN or module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
         return False
     if module._compiled_call_impl is not None or getattr(module, "exchange", None) is not None:
+        return False
+    if type(module) is Block and module.halves != (attend_half, feed_half):
         return False
     weights = (weight for weight in module._parameters.values() if weight is not None)
     if not all(type(weight) is nn.Parameter and weight.dtype == dtype for weight in weights):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from .attention import Attend, Attention
@@ -26,6 +28,7 @@ class Block(nn.Module):
         self.attention = attention
         self.feedforward_norm = RMSNorm(width, eps)
         self.feedforward = feedforward
+        self.halves: tuple[Callable[..., Any], Callable[..., Any]] = (attend_half, feed_half)
 
     def forward(
         self,
@@ -36,9 +39,28 @@ class Block(nn.Module):
         stats: bool = True,
         live: Bool[Tensor, "batch length"] | None = None,
     ) -> tuple[Float[Tensor, "batch length width"], MoEStats | None]:
-        x = x + self.attention(self.attention_norm(x), attend, rope)
-        h = self.feedforward_norm(x)
-        if isinstance(self.feedforward, MoE):
-            y, seen = self.feedforward(h, visit, stats=stats, live=live)
-            return x + y, seen
-        return x + self.feedforward(h), None
+        first, second = self.halves
+        return second(self, first(self, x, attend, rope), visit, stats, live)
+
+    def compile(self, **options: Any) -> None:
+        """Compile the two halves, each once for all blocks and visits that are alike in it.
+
+        Compiled as a whole, every pairing of an attention kind with a kind of feed-forward would be compiled.
+        """
+        self.halves = (torch.compile(attend_half, **options), torch.compile(feed_half, **options))
+
+
+def attend_half(block: Block, x: Tensor, attend: Attend, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """x + attention(norm(x))."""
+    return x + block.attention(block.attention_norm(x), attend, rope)
+
+
+def feed_half(
+    block: Block, x: Tensor, visit: int | Tensor, stats: bool, live: Tensor | None
+) -> tuple[Tensor, MoEStats | None]:
+    """x + feedforward(norm(x))."""
+    h = block.feedforward_norm(x)
+    if isinstance(block.feedforward, MoE):
+        y, seen = block.feedforward(h, visit, stats=stats, live=live)
+        return x + y, seen
+    return x + block.feedforward(h), None
