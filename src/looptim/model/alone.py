@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..base.numerics import autocast_dtype, few_without_grad, is_plain, unit_rms_of_few
 from .attention import Attend, Attention
-from .block import Block, attend_half, feed_half
+from .block import EAGER, Block
 from .moe import Experts, MoE, Router, SwiGLU, row_of
 from .norm import RMSNorm
 
@@ -39,16 +39,21 @@ def is_alone(h: Float[Tensor, "B T d"]) -> bool:
 
 def knows(module: nn.Module, dtype: torch.dtype) -> bool:
     """Whether a module and its parts compute what their classes say, with plain weights of this dtype."""
-    if type(module) not in KNOWN or module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+    # This is asked at every visit; attributes of a module cost a search each.
+    own = module.__dict__
+    if type(module) not in KNOWN or own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
         return False
-    if module._compiled_call_impl is not None or getattr(module, "exchange", None) is not None:
+    if own.get("_compiled_call_impl") is not None or own.get("exchange") is not None:
         return False
-    if type(module) is Block and module.halves != (attend_half, feed_half):
+    if own.get("halves", EAGER) != EAGER:
         return False
-    weights = (weight for weight in module._parameters.values() if weight is not None)
-    if not all(type(weight) is nn.Parameter and weight.dtype == dtype for weight in weights):
-        return False
-    return all(part is None or knows(part, dtype) for part in module._modules.values())
+    for weight in own["_parameters"].values():
+        if weight is not None and (type(weight) is not nn.Parameter or weight.dtype != dtype):
+            return False
+    for part in own["_modules"].values():
+        if part is not None and not knows(part, dtype):
+            return False
+    return True
 
 
 def run_block(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ class Block(nn.Module):
         self.attention = attention
         self.feedforward_norm = RMSNorm(width, eps)
         self.feedforward = feedforward
-        self.halves: tuple[Callable[..., Any], Callable[..., Any]] = (attend_half, feed_half)
+        self.halves = EAGER
 
     def forward(
         self,
@@ -39,15 +39,15 @@ class Block(nn.Module):
         stats: bool = True,
         live: Bool[Tensor, "batch length"] | None = None,
     ) -> tuple[Float[Tensor, "batch length width"], MoEStats | None]:
-        first, second = self.halves
-        return second(self, first(self, x, attend, rope), visit, stats, live)
+        run = self.halves
+        return run.feed(self, run.attend(self, x, attend, rope), visit, stats, live)
 
     def compile(self, **options: Any) -> None:
         """Compile the two halves, each once for all blocks and visits that are alike in it.
 
         Compiled as a whole, every pairing of an attention kind with a kind of feed-forward would be compiled.
         """
-        self.halves = (torch.compile(attend_half, **options), torch.compile(feed_half, **options))
+        self.halves = Halves(torch.compile(attend_half, **options), torch.compile(feed_half, **options))
 
 
 def attend_half(block: Block, x: Tensor, attend: Attend, rope: tuple[Tensor, Tensor]) -> Tensor:
@@ -64,3 +64,13 @@ def feed_half(
         y, seen = block.feedforward(h, visit, stats=stats, live=live)
         return x + y, seen
     return x + block.feedforward(h), None
+
+
+class Halves(NamedTuple):
+    """The functions that run a block, either plain or compiled."""
+
+    attend: Callable[..., Tensor]
+    feed: Callable[..., tuple[Tensor, MoEStats | None]]
+
+
+EAGER = Halves(attend_half, feed_half)
