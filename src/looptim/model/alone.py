@@ -50,10 +50,7 @@ def knows(module: nn.Module, dtype: torch.dtype) -> bool:
     for weight in own["_parameters"].values():
         if weight is not None and (type(weight) is not nn.Parameter or weight.dtype != dtype):
             return False
-    for part in own["_modules"].values():
-        if part is not None and not knows(part, dtype):
-            return False
-    return True
+    return all(part is None or knows(part, dtype) for part in own["_modules"].values())
 
 
 def run_block(
