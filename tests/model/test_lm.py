@@ -319,7 +319,7 @@ def test_compiled_blocks_give_the_same_logits_and_are_compiled_once_for_all_loop
     once = counter.frame_count
     model(tokens())
     assert counter.frame_count == once
-    # One for each kind of block, dense or MoE, and slot, sliding or full, and not one for each of the nine layers.
+    # One for each kind of attention, sliding or full, and of feed-forward, and not one for each of the nine layers.
     assert once <= 4
 
 
