@@ -39,7 +39,7 @@ def is_alone(h: Float[Tensor, "B T d"]) -> bool:
 
 def knows(module: nn.Module, dtype: torch.dtype) -> bool:
     """Whether a module and its parts compute what their classes say, with plain weights of this dtype."""
-    # This is asked at every visit; attributes of a module cost a search each.
+    # This is asked for every token; attributes of a module cost a search each.
     own = module.__dict__
     if type(module) not in KNOWN or own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
         return False
@@ -59,17 +59,15 @@ def run_block(
     """The output of a block that `knows`, for a rotation given as the matrix `turn`."""
     y = x.view(-1)
     attention: Any = block.attention
-    heads = attention.q.weight.shape[0] // attention.head_dim
+    sizes = [part.weight.shape[0] // attention.head_dim for part in (attention.q, attention.k)]
     z = rows_of(attention.q, attention.k, attention.v, h=_normed(y, block.attention_norm))
-    both, v = z.split([len(z) - len(attention.v.weight), len(attention.v.weight)])
-    both = both.view(-1, attention.head_dim)
+    both, v = z.view(-1, attention.head_dim).split([sum(sizes), sizes[1]])
     if attention.q_norm is not None:
         both = unit_rms_of_few(both, attention.q_norm.eps)
-        for part, norm in zip(both.tensor_split((heads,)), (attention.q_norm, attention.k_norm), strict=True):
+        for part, norm in zip(both.split(sizes), (attention.q_norm, attention.k_norm), strict=True):
             part.addcmul_(part, norm.gain)
-    both = (both @ turn).view(1, -1, 1, attention.head_dim)
-    q, k = both.tensor_split((heads,), dim=1)
-    seen = attend(q, k, v.view(1, -1, 1, attention.head_dim))
+    q, k = (both @ turn).view(1, -1, 1, attention.head_dim).split(sizes, dim=1)
+    seen = attend(q, k, v.view(1, sizes[1], 1, -1))
     y = torch.addmv(y, attention.o.weight, seen.reshape(-1))
     run = _run_experts if isinstance(block.feedforward, MoE) else _run_swiglu
     return run(block.feedforward, y, _normed(y, block.feedforward_norm), visit).view(x.shape)

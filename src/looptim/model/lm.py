@@ -167,16 +167,17 @@ class LoopedBody(nn.Module):
             self.check_documents()
         layout = Layout.of(self._with_depth(depth, len(h)))
         through_coda = depth is not None and depth.through_coda
-        turn = self.config.head_dim if is_alone(h) else None
-        visits, readings = make_visits(layout, h, positions, attend, documents, through_coda=through_coda, turn=turn)
+        alone = [i for i, block in enumerate(self.blocks) if knows(block, h.dtype)] if is_alone(h) else []
+        options = {"through_coda": through_coda, "alone": alone, "head_dim": self.config.head_dim}
+        visits, readings = make_visits(layout, h, positions, attend, documents, **options)
         told: list[tuple[int, MoEStats]] = []
         depths: list[Tensor] = []
         early: list[Tensor] = []
         loops = iter(cast("list[Loop]", list(self.loops)))
-        options = {"depth": depth, "grad_steps": grad_loops, "stats": stats, "observe": observe}
+        asked = {"depth": depth, "grad_steps": grad_loops, "stats": stats, "observe": observe}
         for segment, rows in zip(layout.segments, visits, strict=True):
             if segment.looped:
-                h, state, reports = self._loop(next(loops), h, rows, readings, cached=attend is not None, **options)
+                h, state, reports = self._loop(next(loops), h, rows, readings, cached=attend is not None, **asked)
                 told += reports
                 depths.append(state.depth)
                 early = list(state.reads)
@@ -250,7 +251,7 @@ class LoopedBody(nn.Module):
         for visit in visits:
             block = cast(Block, self.blocks[visit.block])
             slot, rope, live = (visit.attend, visit.rope, None) if held is None else held.enter(visit)
-            if visit.turn is not None and told is None and live is None and knows(block, h.dtype):
+            if visit.turn is not None and told is None and live is None:
                 h, seen = run_block(block, h, slot, visit.turn, int(visit.number)), None
             else:
                 arguments = (h, slot, rope, visit.number, told is not None, live)

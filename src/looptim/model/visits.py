@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, final
 
@@ -130,11 +130,12 @@ def make_visits(
     documents: Int[Tensor, "B T"] | None,
     *,
     through_coda: bool = False,
-    turn: int | None = None,
+    alone: Container[int] = (),
+    head_dim: int = 0,
 ) -> tuple[list[list[list[Visit]]], list[Visit]]:
     """Every unrolled layer, with all its block is called with: by segment and step, and then those of `readings`.
 
-    For heads of the width `turn`, rotations are given as matrices too, of the one position there is.
+    Blocks that are `alone` with a single token are given its rotations as matrices, for heads of the width `head_dim`.
     """
     starts = None if documents is None else document_starts(documents)
     if positions is None:
@@ -144,7 +145,8 @@ def make_visits(
     layers = [*layout.layers, *layout.readings(through_coda)]
     kinds = dict.fromkeys(layer.attention for layer in layers)
     rope = {kind: rope_table(positions, kind.rotary_width, kind.theta, dtype=dtype) for kind in kinds}
-    turns = {} if turn is None else {kind: rotation_matrix(*table, turn) for kind, table in rope.items()}
+    turned = dict.fromkeys(layer.attention for layer in layers if layer.block in alone)
+    turns = {kind: rotation_matrix(*rope[kind], head_dim) for kind in turned}
     if attend is None:
         slots = {kind: partial(causal_attention, window=kind.window, starts=starts) for kind in kinds}
         attend = [slots[layer.attention] for layer in layers]
@@ -153,8 +155,9 @@ def make_visits(
     numbers = torch.arange(1 + max(layer.visit for layer in layers), device=h.device).unbind()
     visits = iter(
         [
-            Visit(layer.block, slot, rope[layer.attention], numbers[layer.visit], turns.get(layer.attention))
+            Visit(layer.block, slot, rope[kind], numbers[layer.visit], turns[kind] if layer.block in alone else None)
             for layer, slot in zip(layers, attend, strict=True)
+            for kind in (layer.attention,)
         ]
     )
     by_step = [[[next(visits) for _ in step] for step in segment.steps] for segment in layout.segments]
