@@ -168,16 +168,18 @@ class LoopedBody(nn.Module):
         layout = Layout.of(self._with_depth(depth, len(h)))
         through_coda = depth is not None and depth.through_coda
         alone = [i for i, block in enumerate(self.blocks) if knows(block, h.dtype)] if is_alone(h) else []
-        options = {"through_coda": through_coda, "alone": alone, "head_dim": self.config.head_dim}
-        visits, readings = make_visits(layout, h, positions, attend, documents, **options)
+        width = self.config.head_dim
+        visits, readings = make_visits(
+            layout, h, positions, attend, documents, through_coda=through_coda, alone=alone, head_dim=width
+        )
         told: list[tuple[int, MoEStats]] = []
         depths: list[Tensor] = []
         early: list[Tensor] = []
         loops = iter(cast("list[Loop]", list(self.loops)))
-        asked = {"depth": depth, "grad_steps": grad_loops, "stats": stats, "observe": observe}
+        options = {"depth": depth, "grad_steps": grad_loops, "stats": stats, "observe": observe}
         for segment, rows in zip(layout.segments, visits, strict=True):
             if segment.looped:
-                h, state, reports = self._loop(next(loops), h, rows, readings, cached=attend is not None, **asked)
+                h, state, reports = self._loop(next(loops), h, rows, readings, cached=attend is not None, **options)
                 told += reports
                 depths.append(state.depth)
                 early = list(state.reads)
