@@ -276,7 +276,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
     def generate(self, *args: Any, **options: Any) -> Any:
         """As `generate` of transformers, with the weights laid where a single token is fastest."""
         lay_together(self)
-        return GenerationMixin.generate(cast(Any, self), *args, **options)
+        return cast(Any, super()).generate(*args, **options)
 
     def create_masks_for_generate(
         self, *, inputs_embeds: Tensor, attention_mask: Any, past_key_values: Cache | None, **others: Any
