@@ -166,7 +166,7 @@ def test_what_runs_counts_and_not_what_an_edit_made_of_its_file(tmp_path, monkey
     assert not first[1]
     file.write_text("# A remark.\n" + text)
     assert now() == first
-    file.write_text(text.replace("steps=steps", "steps=steps + 1"))
+    file.write_text(text.replace("steps=steps", "steps=+steps"))
     assert now() == (first[0], True), "what was imported runs on"
     importlib.reload(sys.modules["edited_in_a_living_python"])
     second = now()
