@@ -493,6 +493,7 @@ class Masked(lo.Part):
         return lo.state.Copies(STREAMS)(e + seen + past @ e / 100)
 
 
+@pytest.mark.long
 def test_masks_are_causal():
     assert lo.check_causality(loop_with(start=Masked())) < 1e-9
 
@@ -544,6 +545,7 @@ def test_a_shift_of_the_past_is_allowed_and_known():
     assert not lo.mixes_tokens(lo.build("full_bandwidth", width=WIDTH, steps=2))
 
 
+@pytest.mark.long
 def test_models_are_checked_with_their_blocks():
     model = lo.LoopedLM(lo.ModelConfig.tiny(), seed=0)
     assert lo.check_causality(model) < 1e-9

@@ -37,6 +37,7 @@ def test_blocks_never_ask_for_a_value():
             ends.tolist()
 
 
+@pytest.mark.long
 def test_operators_are_well_formed():
     x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(3, 4, 8, requires_grad=True)
     ends = torch.tensor([2, 2, 5], dtype=torch.int32)

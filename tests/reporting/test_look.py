@@ -40,6 +40,7 @@ def test_the_data_is_the_recording(tmp_path):
     assert found["equations"][0]["projection"] == "H_in Y"
 
 
+@pytest.mark.long
 def test_a_run_an_export_and_two_beside_each_other(tmp_path):
     first, second = (
         lo.train(config(model={"loop": {"preset": name}}, steps=3), tmp_path / name) for name in ("operloop", "vanilla")

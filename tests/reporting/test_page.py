@@ -44,6 +44,7 @@ SMALL = [line(1, loss=3.0), line(2, loss=2.0), line(2, valid_loss=2.5)]
 ALL = {"loss", "loss_end", "lr", "grad_norm", "moe_load", "step_size", "decay", "state_norm", "objective"}
 
 
+@pytest.mark.long
 def test_one_run(tmp_path):
     folder = write_run(tmp_path / "nano", looped(), tail='{"step": 61, "tok')
     page = report([folder])
@@ -65,6 +66,7 @@ def test_one_run(tmp_path):
     assert int.from_bytes(png[16:20], "big") == 840, "5.6 inches at 150 dpi"
 
 
+@pytest.mark.long
 def test_several_runs(tmp_path):
     folders = [
         write_run(tmp_path / "a" / "x", looped()),

@@ -16,6 +16,7 @@ from looptim.studies.reread import forest, main, reread
 RESULTS = REPO / "docs" / "results"
 
 
+@pytest.mark.long
 def test_the_committed_page_is_what_the_command_makes():
     assert (RESULTS / "reread.md").read_text() == main([str(RESULTS)])
 

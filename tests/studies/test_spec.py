@@ -78,6 +78,7 @@ def test_losses_are_subtracted_after_the_same_tokens():
     assert tokens.tolist() == [10, 20] and values.tolist() == [10, 20]
 
 
+@pytest.mark.long
 def test_a_part_of_a_study_is_the_same_study_with_fewer_variants():
     whole = load_plan("confound", scale="smoke")
     part = load_plan("confound", scale="smoke", only=["hyperloop neutral*", "vanilla x6"])

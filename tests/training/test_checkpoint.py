@@ -174,6 +174,7 @@ def test_digests_of_before_are_still_checked(copy):
         checkpoint.load(newest, model, optimizer, ALONE)
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_before_is_loaded_and_continued(trained, old):
     assert all(
         torch.equal(a, b)

@@ -415,6 +415,7 @@ def test_clipping_nothing_and_by_nothing():
         clip_gradients([], 0)
 
 
+@pytest.mark.long
 def test_a_group_may_have_a_rate_of_its_own(tmp_path):
     changed = config(optim={"rates": {"transition": 0.5}}, steps=3)
     model = lo.LoopedLM(changed.model, seed=0)
